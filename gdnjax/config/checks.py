@@ -1,0 +1,55 @@
+"""Checks of a dataclass's fields against their annotations, and the error they raise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any, Literal, Union
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message names the key, its value and what it takes."""
+
+
+def check_types(config: Any) -> None:
+    """Checks every field against its annotation; `True` is not an integer, an integer is a float."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not _matches(value, hints[field.name]):
+            raise ConfigError(f"{field.name} = {value!r}; it takes {_describe(hints[field.name])}")
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_matches(value, h) for h in typing.get_args(hint))
+    if origin is tuple:
+        args = typing.get_args(hint)
+        if not isinstance(value, tuple):
+            return False
+        if args[-1] is Ellipsis:
+            return all(_matches(v, args[0]) for v in value)
+        return len(value) == len(args) and all(map(_matches, value, args))
+    if hint is Any:
+        return True
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}.get(hint, str(hint))
+
+
+def require(condition: bool, key: str, value: Any, takes: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key} = {value!r}; it takes {takes}")

@@ -1,0 +1,58 @@
+"""Named shapes: `configs/NAME.yaml`, flat files of `Config` keys."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import yaml
+
+from gdnjax.config.checks import ConfigError
+from gdnjax.config.huggingface import interval_layers
+from gdnjax.config.schema import Config, check_keys, freeze
+from gdnjax.resources import configs_dir
+
+MAX_YAML_BYTES = 2**20
+
+
+def preset_names() -> list[str]:
+    """The names of the shipped shapes."""
+    return sorted(path.stem for path in configs_dir().glob("*.yaml"))
+
+
+def from_preset(name: str, **overrides: Any) -> Config:
+    """The shape `configs/NAME.yaml`.
+
+    Raises:
+        ConfigError: no such shape, or one with a key that is unknown or unsupported.
+    """
+    if name not in preset_names():
+        raise ConfigError(f"unknown config {name!r}; it takes one of {', '.join(preset_names())}")
+    return from_yaml(configs_dir() / f"{name}.yaml", **overrides)
+
+
+def from_yaml(path: pathlib.Path, **overrides: Any) -> Config:
+    """A `Config` from a YAML file. `full_attention_interval` may stand in for `layer_types`."""
+    size = path.stat().st_size
+    if size > MAX_YAML_BYTES:
+        raise ConfigError(f"{path}: {size:,} bytes; a config file has at most {MAX_YAML_BYTES:,}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):
+        raise ConfigError(f"{path}: holds a {type(values).__name__}; it takes a mapping of config keys")
+    interval = values.pop("full_attention_interval", None)
+    check_keys(values, str(path))
+    if interval is not None:
+        if "layer_types" in values:
+            raise ConfigError(f"{path}: full_attention_interval = {interval!r} and layer_types; it takes one of them")
+        if not isinstance(interval, int) or interval < 1:
+            raise ConfigError(f"{path}: full_attention_interval = {interval!r}; it takes an integer >= 1")
+        values["layer_types"] = interval_layers(values.get("num_hidden_layers", 0), interval)
+    check_keys(overrides, "override")
+    merged = {k: freeze(k, v) for k, v in {**values, **overrides}.items()}
+    try:
+        return Config(**merged)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -1,0 +1,150 @@
+"""The pure functions over the state: `prefill` and `decode_step`. (`commit` is in `gdnjax.state`.)
+
+Both take packed weights (`gdnjax.weights.packing`) as well as params. Jit them with the state donated:
+`jax.jit(decode_step, donate_argnames="state")`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gdnjax.model.layers import (
+    attention_output,
+    attention_project,
+    embed,
+    gdn_heads,
+    gdn_output,
+    gdn_project,
+    head,
+    run_layers,
+)
+from gdnjax.state.batch import Batch, segments_of
+from gdnjax.state.pytree import State
+from gdnjax.weights.declaration import Params
+from pallas_kernels.attention_prologue.reference import norm_and_rope, rope_table, write_kv
+from pallas_kernels.causal_conv.reference import causal_conv_decode, causal_conv_packed
+from pallas_kernels.gated_delta_decode.reference import gated_delta_decode
+from pallas_kernels.gated_delta_prefill.reference import gated_delta_prefill
+from pallas_kernels.paged_attention.reference import paged_attention_decode, paged_attention_packed
+
+
+def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
+    """One token for every row's request, at most one row a request.
+
+    Reads each request's `read_slot` and writes its `write_slot`; until `commit`, positions and current
+    slots stay as they were, so in the `twin` layout a step that is not committed can simply be run again.
+
+    Args:
+        params: weights.
+        state: the state (donate it).
+        batch: rows; padding rows (request -1) store nothing and their logits mean nothing.
+
+    Returns:
+        Logits `[R, V]` (or `[K, V]` with `logits_rows`) float32, and the state with the step pending.
+    """
+    c = state.config
+    live = batch.request >= 0
+    request = jnp.maximum(batch.request, 0)
+    position = jnp.where(live, state.position[request], 0)
+    read_slot = jnp.where(live, state.read_slot[request], 0)
+    write_slot = jnp.where(live, state.write_slot[request], 0)
+    pages = state.page_table[request]
+    page = jnp.take_along_axis(pages, (position // c.page_size)[:, None], axis=1)[:, 0]
+    kv_slot = _kv_slot(live, page, position, c.page_size)
+    cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
+    recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
+
+    def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
+        mixed, z, b, a = gdn_project(p, x, c)
+        mixed, conv[layer] = causal_conv_decode(mixed, p["conv1d"]["weight"], conv[layer], batch.request + 1, position)
+        q, k, v = gdn_heads(mixed, c)
+        out, recurrent[layer] = gated_delta_decode(
+            q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], read_slot, write_slot, position > 0
+        )
+        return gdn_output(p, out, z, c)
+
+    def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:
+        q, gate, k, v = attention_project(p, x, c)
+        q, k = norm_and_rope(q, k, p["q_norm"]["weight"], p["k_norm"]["weight"], cos, sin, c.rms_norm_eps)
+        keys[layer], values[layer] = write_kv(keys[layer], values[layer], k, v, kv_slot)
+        length = jnp.where(live, position + 1, 0)
+        out = paged_attention_decode(q, keys[layer], values[layer], pages, length, c.page_size)
+        return attention_output(p, out, gate)
+
+    hidden, _ = run_layers(params, c, embed(params, batch.tokens), mix_gdn, mix_attention)
+    requests = jnp.where(live, batch.request, c.max_requests)
+    state = dataclasses.replace(
+        state,
+        recurrent=tuple(recurrent),
+        conv=tuple(conv),
+        keys=tuple(keys),
+        values=tuple(values),
+        pending=jnp.zeros_like(state.pending).at[requests].set(1, mode="drop"),
+    )
+    return head(params, _wanted(hidden, batch)), state
+
+
+def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
+    """Any number of tokens of any requests, continuing from what each request's state contains.
+
+    A walk over a prompt updates the request's current slot in place and is current at once, whatever
+    the layout; cutting it into windows gives the same state within rounding.
+
+    Args:
+        params: weights.
+        state: the state (donate it).
+        batch: packed rows, see `prefill_batch`.
+
+    Returns:
+        Logits `[R, V]` (or `[K, V]` with `logits_rows`) float32, and the state.
+    """
+    c = state.config
+    segments = segments_of(batch, state.position, state.read_slot)
+    live = batch.request >= 0
+    request = jnp.maximum(batch.request, 0)
+    row = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    position = jnp.where(live, state.position[request] + row - segments.start[request], 0)
+    page = state.page_table[request, jnp.clip(position // c.page_size, 0, c.pages_per_request - 1)]
+    kv_slot = _kv_slot(live & (position < c.max_length), page, position, c.page_size)
+    cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
+    recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
+
+    def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
+        mixed, z, b, a = gdn_project(p, x, c)
+        mixed, conv[layer] = causal_conv_packed(mixed, p["conv1d"]["weight"], conv[layer], segments, batch.request)
+        q, k, v = gdn_heads(mixed, c)
+        out, recurrent[layer] = gated_delta_prefill(
+            q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments
+        )
+        return gdn_output(p, out, z, c)
+
+    def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:
+        q, gate, k, v = attention_project(p, x, c)
+        q, k = norm_and_rope(q, k, p["q_norm"]["weight"], p["k_norm"]["weight"], cos, sin, c.rms_norm_eps)
+        keys[layer], values[layer] = write_kv(keys[layer], values[layer], k, v, kv_slot)
+        out = paged_attention_packed(q, keys[layer], values[layer], state.page_table, segments, c.page_size)
+        return attention_output(p, out, gate)
+
+    hidden, _ = run_layers(params, c, embed(params, batch.tokens), mix_gdn, mix_attention)
+    state = dataclasses.replace(
+        state,
+        recurrent=tuple(recurrent),
+        conv=tuple(conv),
+        keys=tuple(keys),
+        values=tuple(values),
+        position=state.position + segments.length,
+    )
+    return head(params, _wanted(hidden, batch)), state
+
+
+def _kv_slot(live: jax.Array, page: jax.Array, position: jax.Array, page_size: int) -> jax.Array:
+    # Page 0 is what unused entries of the page table point at: nothing is ever written there.
+    return jnp.where(live & (page > 0), page * page_size + position % page_size, -1)
+
+
+def _wanted(hidden: jax.Array, batch: Batch) -> jax.Array:
+    return hidden if batch.logits_rows is None else hidden[batch.logits_rows]

@@ -1,0 +1,16 @@
+"""The state pytree, batches, and the pure functions over them."""
+
+from gdnjax.state.batch import Batch, prefill_batch
+from gdnjax.state.pytree import State, cached_kv, commit, conv_window, init_state, recurrent_state, state_shapes
+
+__all__ = [
+    "Batch",
+    "State",
+    "cached_kv",
+    "commit",
+    "conv_window",
+    "init_state",
+    "prefill_batch",
+    "recurrent_state",
+    "state_shapes",
+]

@@ -1,0 +1,169 @@
+"""The state of all live requests, as one pytree of arrays: recurrent slots, rings, KV pages, positions.
+
+One array a layer: a stacked array would be copied whole by every step that updates one layer of it, and
+would pass 2^31 elements, where the kernels' 32-bit indices end. What belongs to a request is indexed by
+its number, never by the row it has in a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gdnjax.config import Config
+from pallas_kernels.causal_conv.reference import ring_window
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """State of `config.max_requests` requests. Donate it to every step; never keep an old one.
+
+    * `recurrent`: per GDN layer `[slots, Hv, dv, dk]`. Slot 0 is reserved: always zero, never written.
+    * `conv`: per GDN layer the ring `[max_requests + 1, W, C]`; request r owns row r + 1.
+    * `keys`, `values`: per attention layer `[(1 + kv_pages) * page_size, G, D]`; page 0 is reserved.
+    * `read_slot`, `write_slot`: `[max_requests]`, the slot with the current state and the slot that the
+      next decode step writes. Equal in the `in_place` layout.
+    * `position`: `[max_requests]`, tokens that the current state contains. 0: the request has no state
+      yet and reads as zero whatever its slot holds.
+    * `pending`: `[max_requests]`, tokens of a step that has run and is not committed.
+    * `page_table`: `[max_requests, pages_per_request]`, the KV pages of each request in order.
+    """
+
+    recurrent: tuple[jax.Array, ...]
+    conv: tuple[jax.Array, ...]
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    read_slot: jax.Array
+    write_slot: jax.Array
+    position: jax.Array
+    pending: jax.Array
+    page_table: jax.Array
+    config: Config = dataclasses.field(metadata={"static": True})
+
+
+def state_shapes(config: Config) -> State:
+    """The state's shapes and dtypes, as a pytree of `jax.ShapeDtypeStruct`."""
+    c, requests = config, config.max_requests
+    activation = jnp.dtype(c.dtype)
+
+    def struct(shape: tuple[int, ...], dtype: object) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # type: ignore[arg-type]
+
+    kv = struct(((1 + c.kv_pages) * c.page_size, c.num_key_value_heads, c.head_dim), activation)
+    pool = struct((c.slots, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim), c.state_dtype)
+    ring = struct((requests + 1, c.linear_conv_kernel_dim, c.conv_channels), activation)
+    vector = struct((requests,), jnp.int32)
+    return State(  # type: ignore[arg-type]
+        recurrent=(pool,) * len(c.gdn_layers),
+        conv=(ring,) * len(c.gdn_layers),
+        keys=(kv,) * len(c.attention_layers),
+        values=(kv,) * len(c.attention_layers),
+        read_slot=vector,
+        write_slot=vector,
+        position=vector,
+        pending=vector,
+        page_table=struct((requests, c.pages_per_request), jnp.int32),
+        config=c,
+    )
+
+
+def init_state(config: Config, lengths: Sequence[int] | None = None, device: object | None = None) -> State:
+    """A state in which every request is empty and owns its slots and pages.
+
+    Args:
+        config: sizes and limits; kept in the state as a static field.
+        lengths: tokens that each request may grow to, one entry for each of the first requests; the
+            others get no pages. None: `max_length` for every request, or as many as `kv_tokens` holds.
+        device: a device or sharding for all arrays; None is the default device.
+
+    Raises:
+        ValueError: more lengths than `max_requests`, a length over `max_length`, or more pages than
+            the cache has.
+    """
+    table = _page_table(config, lengths)
+    twin = config.state_layout == "twin"
+    requests = np.arange(config.max_requests, dtype=np.int32)
+    read = 1 + requests * (2 if twin else 1)
+    # Each leaf is an array of its own: two donated leaves must not share one buffer.
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=device), state_shapes(config))
+    return dataclasses.replace(
+        zeros,
+        read_slot=jax.device_put(read, device),
+        write_slot=jax.device_put(read + (1 if twin else 0), device),
+        page_table=jax.device_put(table, device),
+    )
+
+
+def _page_table(config: Config, lengths: Sequence[int] | None) -> np.ndarray:
+    table = np.zeros((config.max_requests, config.pages_per_request), np.int32)
+    if lengths is None:
+        whole = min(config.max_requests, config.kv_pages // config.pages_per_request)
+        lengths = [config.max_length] * whole
+        if not whole:
+            raise ValueError(
+                f"kv_tokens = {config.kv_tokens} holds no request of max_length = {config.max_length}; "
+                "give init_state the lengths of your requests, raise kv_tokens or lower max_length"
+            )
+    if len(lengths) > config.max_requests:
+        raise ValueError(f"{len(lengths)} lengths; it takes at most max_requests = {config.max_requests}")
+    free = 1
+    for request, length in enumerate(lengths):
+        if not 0 <= length <= config.max_length:
+            raise ValueError(f"lengths[{request}] = {length}; it takes 0 to max_length = {config.max_length}")
+        pages = -(-length // config.page_size)
+        table[request, :pages] = range(free, free + pages)
+        free += pages
+    if free - 1 > config.kv_pages:
+        raise ValueError(
+            f"lengths need {free - 1} KV pages of {config.page_size} tokens, the cache has {config.kv_pages}; "
+            "raise kv_tokens or send fewer or shorter requests"
+        )
+    return table
+
+
+def commit(state: State) -> State:
+    """Makes the step that ran last current: its tokens count, and twin slots change places.
+
+    Pure, and free of large copies: two small vectors are swapped. A commit with nothing pending changes
+    nothing, so it is safe after a prefill, which updates the current slot and is current at once.
+    """
+    ran = state.pending > 0
+    return dataclasses.replace(
+        state,
+        read_slot=jnp.where(ran, state.write_slot, state.read_slot),
+        write_slot=jnp.where(ran, state.read_slot, state.write_slot),
+        position=state.position + state.pending,
+        pending=jnp.zeros_like(state.pending),
+    )
+
+
+def conv_window(state: State, layer: int, request: int) -> jax.Array:
+    """The last W inputs of a GDN layer's convolution, oldest first, `[C, W]` as Hugging Face keeps them.
+
+    `layer` counts GDN layers (0 is the first of them).
+    """
+    ring = state.conv[layer]
+    row, position = jnp.asarray([request + 1]), state.position[request][None]
+    return ring_window(ring, row, position, ring.shape[1])[0].T
+
+
+def recurrent_state(state: State, layer: int, request: int) -> jax.Array:
+    """A request's current recurrent state in one GDN layer, `[Hv, dv, dk]`; zeros before its first token."""
+    current = state.recurrent[layer][state.read_slot[request]]
+    return jnp.where(state.position[request] > 0, current, jnp.zeros((), current.dtype))
+
+
+def cached_kv(state: State, layer: int, request: int) -> tuple[jax.Array, jax.Array]:
+    """A request's cached keys (after norm and rope) and values, `[tokens, G, D]`; not for use in jit.
+
+    `layer` counts attention layers.
+    """
+    size = state.config.page_size
+    slots = (np.asarray(state.page_table[request])[:, None] * size + np.arange(size)).reshape(-1)
+    slots = slots[: int(state.position[request])]
+    return state.keys[layer][slots], state.values[layer][slots]

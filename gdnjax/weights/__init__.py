@@ -1,0 +1,1 @@
+"""Weights: their declaration, initial values, packing for products, and files."""

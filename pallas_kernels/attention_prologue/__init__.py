@@ -1,0 +1,1 @@
+"""What stands between an attention layer's projections and its attention: norms, rope, KV write."""

@@ -1,0 +1,102 @@
+"""The gated delta rule for one token a row, and the functions every form of the rule shares.
+
+Source of the formulas: Yang et al., Gated Delta Networks (arXiv:2412.06464), in the form Qwen3.5 uses:
+per value head the state S (dv x dk here, V before K) follows, in this order,
+
+    S <- exp(g) S                    decay
+    m  = S k                         what the memory says for this key
+    S <- S + (beta (v - m)) k^T      write
+    o  = S q                         read, the current token included
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+L2_EPS = 1e-6
+"""Added to the sum of squares inside the root; no configuration changes it."""
+
+
+def gates(a: jax.Array, b: jax.Array, a_log: jax.Array, dt_bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log decay g = -exp(A_log) softplus(a + dt_bias) <= 0 and write strength beta = sigmoid(b).
+
+    Args:
+        a, b: `[..., Hv]`, any float dtype, as projected.
+        a_log, dt_bias: `[Hv]` float32.
+
+    Returns:
+        g and beta, `[..., Hv]` float32 (beta is never rounded to the activation dtype: it drifts).
+    """
+    g = -jnp.exp(a_log) * jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
+    return g, jax.nn.sigmoid(b.astype(jnp.float32))
+
+
+def l2norm(x: jax.Array) -> jax.Array:
+    """x / sqrt(sum(x^2) + 1e-6) over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
+
+
+def normalize_qk(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """q and k l2-normalised, q divided by sqrt(dk) after that; `[..., dk]` float32."""
+    return l2norm(q) * q.shape[-1] ** -0.5, l2norm(k)
+
+
+def delta_update(
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One token of the rule.
+
+    Args:
+        state: `[..., dv, dk]` float32.
+        q, k: `[..., dk]` float32, normalised.
+        v: `[..., dv]` float32.
+        g, beta: `[...]` float32.
+
+    Returns:
+        The next state and the output `[..., dv]`, float32.
+    """
+    state = state * jnp.exp(g)[..., None, None]
+    memory = jnp.sum(state * k[..., None, :], axis=-1)
+    delta = (v - memory) * beta[..., None]
+    state = state + delta[..., :, None] * k[..., None, :]
+    return state, jnp.sum(state * q[..., None, :], axis=-1)
+
+
+def gated_delta_decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    pool: jax.Array,
+    read_slot: jax.Array,
+    write_slot: jax.Array,
+    has_state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The rule for one token a row, from slot `read_slot` to slot `write_slot` of the same pool.
+
+    Args:
+        q, k: `[R, Hk, dk]`, v: `[R, Hv, dv]`, after the convolution, activation dtype.
+        a, b: `[R, Hv]` raw projections.
+        a_log, dt_bias: `[Hv]` float32.
+        pool: `[slots, Hv, dv, dk]`, float32 or bfloat16; returned updated (donate it).
+        read_slot, write_slot: `[R]` int32. Slot 0 marks a padding row: it reads zeros, stores nothing.
+        has_state: `[R]` bool; a row without state reads as zero whatever its slot holds.
+
+    Returns:
+        Outputs `[R, Hv, dv]` in v's dtype, and the pool.
+    """
+    per_key_head = v.shape[1] // k.shape[1]
+    g, beta = gates(a, b, a_log, dt_bias)
+    q, k = normalize_qk(q, k)
+    q, k = jnp.repeat(q, per_key_head, axis=1), jnp.repeat(k, per_key_head, axis=1)
+    # [r, h, v, k]; selected, not multiplied: an unused slot may hold NaN
+    state = jnp.where(has_state[:, None, None, None], pool[read_slot].astype(jnp.float32), 0.0)
+    state, out = delta_update(state, q, k, v.astype(jnp.float32), g, beta)
+    target = jnp.where(write_slot > 0, write_slot, pool.shape[0])
+    pool = pool.at[target].set(state.astype(pool.dtype), mode="drop")
+    return out.astype(v.dtype), pool

@@ -1,0 +1,1 @@
+"""Gated delta rule over many tokens at once, in chunks."""

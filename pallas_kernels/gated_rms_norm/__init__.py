@@ -1,0 +1,1 @@
+"""RMS norms: the zero-centred one, and the gated one behind the delta rule."""
