@@ -1,0 +1,84 @@
+"""gdnjax: Qwen3.5 models in JAX. See `load`, `LanguageModel`, and the pure functions.
+
+Names are imported when they are first used, so that `import gdnjax` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gdnjax.chat import encode_chat, render_chat
+    from gdnjax.config import Config, ConfigError, from_preset
+    from gdnjax.generation import GenerationResult, SamplingParams
+    from gdnjax.lm import LanguageModel
+    from gdnjax.loading import ModelNotFoundError, load, random_model
+    from gdnjax.model import decode_step, forward, forward_with_intermediates, mtp_logits, prefill
+    from gdnjax.state import Batch, State, commit, init_state, prefill_batch
+    from gdnjax.weights.declaration import init_params
+    from gdnjax.weights.packing import pack
+
+_HOME = {
+    "encode_chat": "gdnjax.chat",
+    "render_chat": "gdnjax.chat",
+    "Config": "gdnjax.config",
+    "ConfigError": "gdnjax.config",
+    "from_preset": "gdnjax.config",
+    "GenerationResult": "gdnjax.generation",
+    "SamplingParams": "gdnjax.generation",
+    "LanguageModel": "gdnjax.lm",
+    "ModelNotFoundError": "gdnjax.loading",
+    "load": "gdnjax.loading",
+    "random_model": "gdnjax.loading",
+    "decode_step": "gdnjax.model",
+    "forward": "gdnjax.model",
+    "forward_with_intermediates": "gdnjax.model",
+    "mtp_logits": "gdnjax.model",
+    "prefill": "gdnjax.model",
+    "Batch": "gdnjax.state",
+    "State": "gdnjax.state",
+    "commit": "gdnjax.state",
+    "init_state": "gdnjax.state",
+    "prefill_batch": "gdnjax.state",
+    "init_params": "gdnjax.weights.declaration",
+    "pack": "gdnjax.weights.packing",
+}
+
+__all__ = [
+    "Batch",
+    "Config",
+    "ConfigError",
+    "GenerationResult",
+    "LanguageModel",
+    "ModelNotFoundError",
+    "SamplingParams",
+    "State",
+    "commit",
+    "decode_step",
+    "encode_chat",
+    "forward",
+    "forward_with_intermediates",
+    "from_preset",
+    "init_params",
+    "init_state",
+    "load",
+    "mtp_logits",
+    "pack",
+    "prefill",
+    "prefill_batch",
+    "random_model",
+    "render_chat",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'gdnjax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

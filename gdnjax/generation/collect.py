@@ -1,0 +1,109 @@
+"""Turns emitted ids into a result: text as it grows, stop strings, finish reason, log-probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gdnjax.tokenizer import Tokenizer
+
+StreamCallback = Callable[[int, list[int], str], None]
+"""(index of the prompt, new token ids, new text). Text may lag behind the ids: half a character, or
+what could become a stop string, waits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """What one prompt produced.
+
+    * `tokens`: new ids only, the stop id that ended it included.
+    * `text`: their text, without the stop id and cut before a stop string; None without a tokenizer.
+    * `finish_reason`: `stop` (a stop id or stop string) or `length`.
+    * `logprobs`: log-probability of each token under the model itself (before penalties, temperature
+      and truncation); None unless asked for.
+    * `prompt_tokens`: number of prompt ids.
+    """
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: str
+    logprobs: list[float] | None
+    prompt_tokens: int
+
+
+class Collector:
+    """Collects one request's tokens."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_tokens: int,
+        tokenizer: Tokenizer | None,
+        stop_ids: Sequence[int],
+        stop: Sequence[str],
+        callback: StreamCallback | None,
+    ):
+        self._index, self._prompt_tokens = index, prompt_tokens
+        self._stop_ids, self._stop, self._callback = frozenset(stop_ids), tuple(stop), callback
+        self._stream = tokenizer.stream() if tokenizer is not None else None
+        self._text = ""
+        self._sent = 0
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self.finish_reason: str | None = None
+
+    def push(self, token: int, logprob: float) -> bool:
+        """Adds a token; False once the request has ended (later tokens are ignored)."""
+        if self.finish_reason is not None:
+            return False
+        self._tokens.append(token)
+        self._logprobs.append(logprob)
+        if token in self._stop_ids:
+            self.finish_reason = "stop"
+            self._close()
+        elif self._stream is not None:
+            self._text += self._stream.push([token])
+            self._cut_at_stop()
+        if self._callback is not None:
+            self._callback(self._index, [token], self._release())
+        return self.finish_reason is None
+
+    def _close(self) -> None:
+        if self._stream is not None:
+            self._text += self._stream.finish()
+            self._cut_at_stop()
+
+    def _cut_at_stop(self) -> None:
+        found = [place for s in self._stop if (place := self._text.find(s)) >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+            self.finish_reason = "stop"
+
+    def _release(self) -> str:
+        held = 0
+        if self.finish_reason is None:
+            for s in self._stop:
+                for size in range(min(len(s) - 1, len(self._text)), held, -1):
+                    if self._text.endswith(s[:size]):
+                        held = size
+                        break
+        new = self._text[self._sent : len(self._text) - held]
+        self._sent += len(new)
+        return new
+
+    def result(self, logprobs: bool) -> GenerationResult:
+        """Ends the request (`length` if nothing else ended it) and returns what it produced."""
+        if self.finish_reason is None:
+            self._close()
+            self.finish_reason = self.finish_reason or "length"
+            if self._callback is not None and (rest := self._release()):
+                self._callback(self._index, [], rest)
+        return GenerationResult(
+            tokens=self._tokens,
+            text=self._text if self._stream is not None else None,
+            finish_reason=self.finish_reason,
+            logprobs=self._logprobs if logprobs else None,
+            prompt_tokens=self._prompt_tokens,
+        )

@@ -1,0 +1,196 @@
+"""The decode loop: one step as a pure function, driven from Python or inside one `while_loop`.
+
+Both drive the same step. The Python loop calls one jitted step whose state is donated; the device loop
+never returns to the host. On ROCm a `while_loop` is driven by the host anyway and its command buffers
+have crashed, so the Python loop is the choice there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gdnjax.generation.sampling import Sampler, penalize, sample
+from gdnjax.model.step import decode_step
+from gdnjax.state.batch import Batch
+from gdnjax.state.pytree import State, commit
+from gdnjax.weights.declaration import Params
+
+Loop = Literal["python", "device"]
+
+NOTHING = -1
+"""Emitted by a row that is padding or has finished."""
+NOT_FINITE = -2
+"""Emitted by a row whose logits are NaN or infinite; the host raises."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """Everything a decode step reads and writes; row i belongs to request i.
+
+    * `token`: `[R]`, the token that each row feeds next. `live`: `[R]` bool. `emitted`: `[R]`, tokens
+      emitted so far. `limit`: `[R]`, most tokens to emit.
+    * `stop_ids`: `[R, S]`, padded with -1.
+    * `in_prompt`, `counts`: `[R, V]` for the penalties, or None.
+    """
+
+    state: State
+    token: jax.Array
+    live: jax.Array
+    emitted: jax.Array
+    limit: jax.Array
+    stop_ids: jax.Array
+    sampler: Sampler
+    in_prompt: jax.Array | None
+    counts: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Emission:
+    """What a step emits: `token` `[R]` (or `NOTHING`, `NOT_FINITE`) and `logprob` `[R]`, the log-probability
+    of the token under the model itself, before penalties, temperature and truncation."""
+
+    token: jax.Array
+    logprob: jax.Array
+
+
+def emit(decoding: Decoding, logits: jax.Array) -> tuple[Decoding, Emission]:
+    """Samples from logits `[R, V]`, and retires rows that stop. Rows that are not live emit nothing."""
+    d = decoding
+    raw = logits
+    if d.sampler.penalized:
+        assert d.in_prompt is not None and d.counts is not None
+        logits = penalize(logits, d.sampler, d.in_prompt, d.counts)
+    token = sample(logits, d.sampler, d.emitted)
+    chosen = jnp.take_along_axis(raw, token[:, None], axis=-1)[:, 0]
+    logprob = chosen - jax.nn.logsumexp(raw, axis=-1)
+    emitted = d.emitted + d.live
+    stopped = jnp.any(token[:, None] == d.stop_ids, axis=-1) | (emitted >= d.limit)
+    finite = jnp.isfinite(logprob)
+    out = jnp.where(d.live, jnp.where(finite, token, NOT_FINITE), NOTHING)
+    counts = d.counts
+    if counts is not None:
+        counts = counts.at[jnp.arange(token.shape[0]), token].add(d.live.astype(jnp.int32))
+    token = jnp.where(d.live, token, d.token)
+    live = d.live & ~stopped & finite
+    return dataclasses.replace(d, token=token, live=live, emitted=emitted, counts=counts), Emission(out, logprob)
+
+
+def step(params: Params, decoding: Decoding) -> tuple[Decoding, Emission]:
+    """Feeds every live row's token, commits, and samples the next one."""
+    rows = decoding.token.shape[0]
+    request = jnp.where(decoding.live, jnp.arange(rows, dtype=jnp.int32), -1)
+    logits, state = decode_step(params, decoding.state, Batch(decoding.token, request))
+    return emit(dataclasses.replace(decoding, state=commit(state)), logits)
+
+
+jitted_step = jax.jit(step, donate_argnames="decoding")
+jitted_emit = jax.jit(emit, donate_argnames="decoding")
+
+
+@functools.partial(jax.jit, static_argnames="steps", donate_argnames="decoding")
+def device_loop(params: Params, decoding: Decoding, steps: int) -> tuple[Decoding, Emission]:
+    """Up to `steps` steps on the device, fewer if every row has stopped.
+
+    Returns:
+        The decoding, and emissions `[steps, R]`; steps that did not run emit `NOTHING`.
+    """
+    rows = decoding.token.shape[0]
+    emissions = Emission(jnp.full((steps, rows), NOTHING, jnp.int32), jnp.zeros((steps, rows), jnp.float32))
+
+    def more(carry: tuple[jax.Array, Decoding, Emission]) -> jax.Array:
+        index, decoding, _ = carry
+        return (index < steps) & jnp.any(decoding.live)
+
+    def body(carry: tuple[jax.Array, Decoding, Emission]) -> tuple[jax.Array, Decoding, Emission]:
+        index, decoding, emissions = carry
+        decoding, emission = step(params, decoding)
+        emissions = jax.tree.map(lambda all_, one: all_.at[index].set(one), emissions, emission)
+        return index + 1, decoding, emissions
+
+    _, decoding, emissions = jax.lax.while_loop(more, body, (jnp.int32(0), decoding, emissions))
+    return decoding, emissions
+
+
+class PythonLoop:
+    """The Python loop. Iterating yields each step's emission as numpy arrays, one step behind the device.
+
+    `stop(row)` retires a row from outside (a stop string); the step that is already running may still
+    emit for it. `decoding` holds the current state; nothing else may donate it.
+    """
+
+    def __init__(self, params: Params, decoding: Decoding):
+        self.params = params
+        self.decoding = decoding
+        self._retired = np.zeros(decoding.token.shape[0], bool)
+        self._changed = False
+
+    def stop(self, row: int) -> None:
+        self._retired[row] = True
+        self._changed = True
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        remaining = int(jnp.max(self.decoding.limit - self.decoding.emitted))
+        behind: Emission | None = None
+        for _ in range(remaining):
+            if self._changed:
+                live = self.decoding.live & ~jnp.asarray(self._retired)
+                self.decoding = dataclasses.replace(self.decoding, live=live)
+                self._changed = False
+            self.decoding, emission = jitted_step(self.params, self.decoding)
+            if behind is not None:
+                # Waits for the step before, while the device already works on this one.
+                tokens, logprobs = np.asarray(behind.token), np.asarray(behind.logprob)
+                yield tokens, logprobs
+                if np.all((tokens == NOTHING) | self._retired):
+                    return
+            behind = emission
+        if behind is not None:
+            yield np.asarray(behind.token), np.asarray(behind.logprob)
+
+
+def default_loop(platform: str) -> Loop:
+    """The loop for a platform (`rocm`, `cuda`, `cpu`) when nothing needs the host at every step."""
+    return "python" if platform == "rocm" else "device"
+
+
+def make_decoding(
+    state: State,
+    sampler: Sampler,
+    limits: list[int],
+    stop_ids: tuple[int, ...],
+    prompts: list[list[int]],
+) -> Decoding:
+    """The decoding of `len(prompts)` requests in a state whose `max_requests` is the number of rows."""
+    rows, vocab = state.config.max_requests, state.config.vocab_size
+    used = len(prompts)
+    limit = np.zeros(rows, np.int32)
+    limit[:used] = limits
+    stops = np.full((rows, max(1, len(stop_ids))), -1, np.int32)
+    stops[:, : len(stop_ids)] = stop_ids
+    in_prompt: Any = None
+    counts: Any = None
+    if sampler.penalized:
+        mask = np.zeros((rows, vocab), bool)
+        for row, ids in enumerate(prompts):
+            mask[row, ids] = True
+        in_prompt, counts = jnp.asarray(mask), jnp.zeros((rows, vocab), jnp.int32)
+    return Decoding(
+        state=state,
+        token=jnp.zeros(rows, jnp.int32),
+        live=jnp.asarray(np.arange(rows) < used),
+        emitted=jnp.zeros(rows, jnp.int32),
+        limit=jnp.asarray(limit),
+        stop_ids=jnp.asarray(stops),
+        sampler=sampler,
+        in_prompt=in_prompt,
+        counts=counts,
+    )

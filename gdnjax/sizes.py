@@ -1,0 +1,78 @@
+"""Bytes: of weights, of a request's state by layout, of a KV token; and what fits into a memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+from gdnjax.config import Config
+from gdnjax.state.pytree import state_shapes
+from gdnjax.weights.declaration import abstract_params
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a model costs, in bytes; `bytes_per_request` by state layout, without its KV tokens."""
+
+    parameters: int
+    weight_bytes: int
+    bytes_per_request: dict[str, int]
+    bytes_per_kv_token: int
+
+
+def _bytes(tree: object) -> int:
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def sizes(config: Config) -> Sizes:
+    """The costs of a config, read off the declaration of its weights and of its state."""
+    weights = abstract_params(config)
+    return Sizes(
+        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)),
+        weight_bytes=_bytes(weights),
+        bytes_per_request={layout: _request_bytes(config, layout) for layout in ("in_place", "twin")},
+        bytes_per_kv_token=_kv_token_bytes(config),
+    )
+
+
+def _request_bytes(config: Config, layout: str) -> int:
+    # What one more request adds to the arrays: the reserved slot and row are there once.
+    def total(requests: int) -> int:
+        state = state_shapes(config.replace(state_layout=layout, max_requests=requests, kv_tokens=config.page_size))
+        return _bytes((state.recurrent, state.conv))
+
+    return total(2) - total(1)
+
+
+def _kv_token_bytes(config: Config) -> int:
+    state = state_shapes(config.replace(max_requests=1, kv_tokens=config.page_size))
+    return _bytes((state.keys, state.values)) // (2 * config.page_size)
+
+
+def fit(config: Config, memory: int) -> tuple[int, int]:
+    """Requests of `max_length` that fit into a memory beside the weights, and KV tokens they leave.
+
+    Counts weights, state and KV cache in the config's layout, not a step's temporaries.
+
+    Returns:
+        (requests, KV tokens); KV tokens are whole pages.
+
+    Raises:
+        ValueError: not even one request fits.
+    """
+    costs = sizes(config)
+    request, page = costs.bytes_per_request[config.state_layout], costs.bytes_per_kv_token * config.page_size
+    # The reserved slot, ring row and page.
+    reserved = request + page
+    free = memory - costs.weight_bytes - reserved
+    requests = free // (request + config.pages_per_request * page)
+    if requests < 1:
+        needed = costs.weight_bytes + reserved + request + config.pages_per_request * page
+        raise ValueError(
+            f"memory of {memory:,} bytes holds no request of max_length = {config.max_length}: the weights take "
+            f"{costs.weight_bytes:,}, and one request needs {needed:,} in all; lower max_length or the dtype"
+        )
+    return requests, (free - requests * request) // page * config.page_size
