@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gdnjax.loading import ModelNotFoundError, load, random_model
     from gdnjax.model import decode_step, forward, forward_with_intermediates, mtp_logits, prefill
     from gdnjax.state import Batch, State, commit, init_state, prefill_batch
-    from gdnjax.weights.declaration import init_params
+    from gdnjax.weights.declaration import Params, init_params
     from gdnjax.weights.packing import pack
 
 _HOME = {
@@ -41,6 +41,7 @@ _HOME = {
     "commit": "gdnjax.state",
     "init_state": "gdnjax.state",
     "prefill_batch": "gdnjax.state",
+    "Params": "gdnjax.weights.declaration",
     "init_params": "gdnjax.weights.declaration",
     "pack": "gdnjax.weights.packing",
 }
@@ -52,6 +53,7 @@ __all__ = [
     "GenerationResult",
     "LanguageModel",
     "ModelNotFoundError",
+    "Params",
     "SamplingParams",
     "State",
     "commit",

@@ -47,7 +47,10 @@ class LanguageModel:
         Returns:
             `[B, T, V]` float32.
         """
-        array = np.asarray(tokens)
+        try:
+            array = np.asarray(tokens)
+        except ValueError:
+            raise ValueError("tokens has rows of unequal lengths; logits takes [B, T]") from None
         if array.ndim != 2 or array.size == 0:
             raise ValueError(f"tokens has shape {array.shape}; logits takes [B, T] with B and T at least 1")
         check_ids(array, self.config.vocab_size)
@@ -88,7 +91,7 @@ class LanguageModel:
             max_new_tokens: most new tokens a prompt; a request also ends at `max_length`.
             temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty:
                 see `SamplingParams`.
-            seed: an integer s gives prompt i the seed s + i; a sequence gives each its own. A request's
+            seed: an integer s gives prompt i the seed (s + i) modulo 2^32; a sequence gives each its own. A request's
                 draws depend on its seed alone, not on what else is in the batch.
             stop_ids: ids that end a request; None takes the checkpoint's, () never stops early.
             stop: strings that end a request; its text is cut before them.
@@ -116,8 +119,8 @@ class LanguageModel:
             ),
             "presence_penalty": _column("presence_penalty", presence_penalty, len(ids), float),
             "frequency_penalty": _column("frequency_penalty", frequency_penalty, len(ids), float),
-            "seed": [(seed + i) % 2**32 for i in range(len(ids))]
-            if isinstance(seed, int)
+            "seed": [(int(seed) + i) % 2**32 for i in range(len(ids))]
+            if isinstance(seed, int | np.integer) and not isinstance(seed, bool)
             else _column("seed", seed, len(ids), int),
         }
         requests = [
@@ -129,8 +132,8 @@ class LanguageModel:
             self.config,
             requests,
             tokenizer=self.tokenizer,
-            stop_ids=tuple(defaults.stop_ids if stop_ids is None else stop_ids),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_ids=_tuple("stop_ids", defaults.stop_ids if stop_ids is None else stop_ids, "a list of token ids"),
+            stop=(stop,) if isinstance(stop, str) else _tuple("stop", stop, "a string or a list of strings"),
             callback=stream,
             logprobs=logprobs,
             loop=loop if loop is not None else default_loop(current_platform()),
@@ -149,7 +152,7 @@ class LanguageModel:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
 
-def check_prompts(prompts: Any) -> Sequence[Any]:
+def check_prompts(prompts: Any) -> list[Any]:
     """Refuses what is no list of texts or of id lists."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence | np.ndarray):
         raise ValueError(f"prompts is a {type(prompts).__name__}; it takes a list of texts or of lists of token ids")
@@ -158,19 +161,33 @@ def check_prompts(prompts: Any) -> Sequence[Any]:
             continue
         if not isinstance(prompt, Sequence | np.ndarray | jax.Array) or isinstance(prompt, bytes):
             raise ValueError(f"prompt {index} is a {type(prompt).__name__}; it takes a text or a list of token ids")
-        array = np.asarray(prompt)
+        try:
+            array = np.asarray(prompt)
+        except ValueError:
+            raise ValueError(f"prompt {index} holds lists; it takes a flat list of ids") from None
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError(f"prompt {index} has shape {array.shape} and dtype {array.dtype}; it takes a flat list of ids")
-    return prompts
+            raise ValueError(
+                f"prompt {index} has shape {array.shape} and dtype {array.dtype}; it takes a flat list of ids"
+            )
+    return list(prompts)
+
+
+def _tuple(name: str, value: Any, takes: str) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise ValueError(f"{name} = {value!r}; it takes {takes}") from None
 
 
 def _column(name: str, value: Any, count: int, kind: type) -> list[Any]:
-    values = list(value) if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else [value] * count
+    if isinstance(value, np.ndarray | jax.Array):
+        value = np.asarray(value).tolist()
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} values for {count} prompts; it takes one, or one a prompt")
     for v in values:
-        if isinstance(v, bool) or not isinstance(v, int | float | np.number):
+        if isinstance(v, bool) or not isinstance(v, int | float | np.integer | np.floating):
             raise ValueError(f"{name} = {v!r}; it takes a number")
-        if kind is int and v != int(v):
+        if kind is int and not float(v).is_integer():
             raise ValueError(f"{name} = {v!r}; it takes an integer")
     return [kind(v) for v in values]

@@ -55,7 +55,8 @@ def _kv_token_bytes(config: Config) -> int:
 def fit(config: Config, memory: int) -> tuple[int, int]:
     """Requests of `max_length` that fit into a memory beside the weights, and KV tokens they leave.
 
-    Counts weights, state and KV cache in the config's layout, not a step's temporaries.
+    Counts weights, state and KV cache in the config's layout, not a step's temporaries. At most what a
+    `Config` takes, so a large memory may be left with room.
 
     Returns:
         (requests, KV tokens); KV tokens are whole pages.
@@ -64,15 +65,30 @@ def fit(config: Config, memory: int) -> tuple[int, int]:
         ValueError: not even one request fits.
     """
     costs = sizes(config)
-    request, page = costs.bytes_per_request[config.state_layout], costs.bytes_per_kv_token * config.page_size
+    page = costs.bytes_per_kv_token * config.page_size
+    # Four int32 a request (its slots, position and pending tokens) and its row of the page table.
+    request = costs.bytes_per_request[config.state_layout] + 4 * (4 + config.pages_per_request)
     # The reserved slot, ring row and page.
-    reserved = request + page
+    reserved = costs.bytes_per_request["in_place"] + page
     free = memory - costs.weight_bytes - reserved
-    requests = free // (request + config.pages_per_request * page)
+    whole = request + config.pages_per_request * page
+    most_requests, most_pages = _index_limits(config)
+    requests = min(free // whole, most_requests, most_pages // config.pages_per_request)
     if requests < 1:
-        needed = costs.weight_bytes + reserved + request + config.pages_per_request * page
+        needed = costs.weight_bytes + reserved + whole
         raise ValueError(
             f"memory of {memory:,} bytes holds no request of max_length = {config.max_length}: the weights take "
             f"{costs.weight_bytes:,}, and one request needs {needed:,} in all; lower max_length or the dtype"
         )
-    return requests, (free - requests * request) // page * config.page_size
+    pages = (free - requests * request) // page if page else most_pages
+    return requests, min(pages, most_pages) * config.page_size
+
+
+def _index_limits(config: Config) -> tuple[int, int]:
+    # What `Config` accepts: every layer's array under 2^31 elements.
+    most = 2**31 - 1
+    slot = config.linear_num_value_heads * config.linear_value_head_dim * config.linear_key_head_dim
+    slots = most // slot - 1
+    requests = slots // 2 if config.state_layout == "twin" else slots
+    pages = most // (config.page_size * config.num_key_value_heads * config.head_dim) - 1
+    return min(requests, 65536), pages

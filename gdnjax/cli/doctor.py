@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 from gdnjax.cli import add_json_flag, print_json
-from gdnjax.cli.source import add_platform
+from gdnjax.cli.source import add_platform, devices
 
 PACKAGES = ("gdnjax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "safetensors", "tokenizers")
 PLUGINS = tuple(
@@ -87,14 +87,11 @@ def plugin_problems(jax: str, jaxlib: str, plugins: dict[str, str]) -> list[str]
 
 def find_devices(problems: list[str]) -> tuple[list[str], str | None]:
     """Descriptions of JAX's devices, and their platform; a failure is added to `problems`."""
-    import jax
-
     from gdnjax.platform import current_platform, gfx_architecture
 
     try:
-        devices = jax.devices()
         names = []
-        for device in devices:
+        for device in devices():
             arch = gfx_architecture(device.device_kind)
             names.append(f"{device.id}: {device.device_kind}" + (f" (architecture {arch})" if arch else ""))
         return names, current_platform()
@@ -106,9 +103,12 @@ def find_devices(problems: list[str]) -> tuple[list[str], str | None]:
 def platform_problems(wanted: str | None, found: str | None, plugins: dict[str, str], env: str) -> list[str]:
     """A GPU that was asked for and is not used: by name, or by installing its plugin."""
     if wanted is not None:
-        if found != wanted:
-            return [f"{wanted} was asked for and JAX uses {found}: check the driver and install the extra gdnjax[{wanted}]"]
-        return []
+        if found == wanted:
+            return []
+        asked = f"{wanted} was asked for and JAX uses {found or 'no device'}"
+        if wanted == "cpu":
+            return [f"{asked}: set JAX_PLATFORMS=cpu"]
+        return [f"{asked}: check the driver and install the extra gdnjax[{wanted}]"]
     for vendor in ("rocm", "cuda"):
         if any(vendor in name for name in plugins) and found == "cpu" and "cpu" not in env.split(","):
             return [

@@ -85,10 +85,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result.tokens), end="")
     print()
     speed = "" if rate is None else f", {rate:.1f} tokens/s after compilation"
-    print(
-        f"{result.prompt_tokens} prompt tokens, {len(result.tokens)} new ({result.finish_reason}), {seconds:.1f} s{speed}",
-        file=sys.stderr,
-    )
+    counts = f"{result.prompt_tokens} prompt tokens, {len(result.tokens)} new ({result.finish_reason})"
+    print(f"{counts}, {seconds:.1f} s{speed}", file=sys.stderr)
     return 0
 
 
@@ -122,7 +120,7 @@ def read_ids(path: str) -> list[int]:
         size = pathlib.Path(path).stat().st_size
         if size > MAX_IDS_BYTES:
             raise ValueError(f"{path}: {size:,} bytes; a file of token ids has at most {MAX_IDS_BYTES:,}")
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        text = pathlib.Path(path).read_bytes()
     try:
         ids = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,9 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("info", help="sizes of a model and what fits into a memory")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a shipped model or a directory")
     parser.add_argument("--config", metavar="NAME", help="a shape from configs/ instead of a model")
-    parser.add_argument("--memory", metavar="SIZE", help="such as 32GiB: how many requests and KV tokens fit beside the weights")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="such as 32GiB: how many requests and KV tokens fit beside the weights"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
     parser.add_argument("--state-layout", choices=("in_place", "twin"), help="layout that --memory counts with")
     parser.add_argument("--max-length", type=int, metavar="N", help="length that --memory gives every request")
@@ -30,7 +32,12 @@ def run(args: argparse.Namespace) -> int:
     if (args.model is None) == (args.config is None):
         raise UsageError("it takes a MODEL or --config NAME")
     config = read_config(args.model, args.config)
-    changes = {k: v for k in ("dtype", "state_layout", "max_length") if (v := getattr(args, k)) is not None}
+    changes: dict[str, Any] = {
+        k: v for k in ("dtype", "state_layout", "max_length") if (v := getattr(args, k)) is not None
+    }
+    if args.memory is not None:
+        # The limits are what is asked for; those of the file must not make a long max_length fail.
+        changes |= {"max_requests": 1, "kv_tokens": None}
     config = config.replace(**changes)
     costs = sizes(config)
     requests, kv_tokens = config.max_requests, config.kv_pages * config.page_size

@@ -24,7 +24,9 @@ def add_platform(parser: argparse.ArgumentParser) -> None:
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     """`--model`, `--config`, `--dtype`, `--platform` and the limits."""
-    parser.add_argument("--model", metavar="NAME|DIR", help=f"weights: a shipped model or a directory ({DEFAULT_MODEL})")
+    parser.add_argument(
+        "--model", metavar="NAME|DIR", help=f"weights: a shipped model or a directory ({DEFAULT_MODEL})"
+    )
     parser.add_argument("--config", metavar="NAME", help="a shape from configs/, with random weights")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and activations")
     parser.add_argument("--max-length", type=int, metavar="N", help="longest request, prompt and new tokens")
@@ -40,6 +42,21 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
     return {**values, "language_model_only": True} if getattr(args, "language_model_only", False) else values
 
 
+def devices() -> list[Any]:
+    """JAX's devices.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    import jax
+
+    try:
+        return jax.devices()
+    except AssertionError:
+        # JAX asserts, without a message, that one of the platforms it was told to use has started.
+        raise RuntimeError(f"JAX was told to use {jax.config.jax_platforms!r}, and that is not here") from None
+
+
 def require_platform(args: argparse.Namespace) -> None:
     """Makes JAX use the platform that was asked for. A missing GPU is an error, never a CPU run.
 
@@ -48,6 +65,7 @@ def require_platform(args: argparse.Namespace) -> None:
     """
     wanted = args.platform
     if wanted is None:
+        devices()
         return
     # JAX reads this when it first looks for devices; nothing has asked it before this point.
     os.environ["JAX_PLATFORMS"] = wanted
@@ -57,6 +75,7 @@ def require_platform(args: argparse.Namespace) -> None:
     from gdnjax.platform import current_platform
 
     try:
+        devices()
         found = current_platform()
     except RuntimeError as error:
         raise RuntimeError(f"--platform {wanted}: no such device here ({error}); run `gdnjax doctor`") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 import types
 import typing
 from typing import Any, Literal, Union
@@ -38,7 +38,9 @@ def _matches(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        # Compared, not converted: an integer may be too large for a float. NaN compares as false.
+        limit = sys.float_info.max
+        return isinstance(value, int | float) and not isinstance(value, bool) and -limit <= value <= limit
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)

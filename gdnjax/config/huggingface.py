@@ -7,11 +7,12 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from gdnjax.config.checks import ConfigError
+from gdnjax.config.checks import ConfigError, require
 from gdnjax.config.schema import UNSUPPORTED, Config, check_keys, freeze
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 MAX_JSON_BYTES = 16 * 2**20
+MAX_LAYERS = 4096
 
 # Sizes that Hugging Face would fill in from class defaults. The defaults describe no published
 # model, so a file without them is refused instead of guessed at.
@@ -45,9 +46,7 @@ IGNORED = frozenset(
     dtype torch_dtype text_config vision_config language_model_only mlp_only_layers _attn_implementation_autoset
     ignore_keys_at_rope_validation""".split()
 )
-ROPE_KEYS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor mrope_section mrope_interleaved".split()
-)
+ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor mrope_section mrope_interleaved".split())
 
 GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Values that leave generation as it is here; any other value would be dropped in silence.
@@ -62,7 +61,8 @@ GENERATION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (None,),
 }
 GENERATION_IGNORED = frozenset(
-    "bos_token_id pad_token_id eos_token_id transformers_version _from_model_config max_new_tokens max_length use_cache".split()
+    """bos_token_id pad_token_id eos_token_id transformers_version _from_model_config max_new_tokens max_length
+    use_cache""".split()
 )
 
 
@@ -96,7 +96,12 @@ def from_directory(directory: pathlib.Path, **overrides: Any) -> Config:
 
 
 def from_dict(
-    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, source: str = "config", **overrides: Any
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any] | None = None,
+    /,
+    *,
+    source: str = "config",
+    **overrides: Any,
 ) -> Config:
     """A `Config` from the contents of a Hugging Face `config.json`, nested or flat.
 
@@ -114,10 +119,12 @@ def from_dict(
         hint = "; mixture of experts is not supported" if model_type and "moe" in str(model_type) else ""
         raise ConfigError(f"{source}: model_type = {model_type!r}; it takes {' or '.join(MODEL_TYPES)}{hint}")
     nested = "text_config" in config
-    text = dict(config["text_config"]) if nested else dict(config)
-    if not isinstance(config.get("text_config", {}), Mapping):
+    if nested and not isinstance(config["text_config"], Mapping):
         raise ConfigError(f"{source}: text_config = {config['text_config']!r}; it takes an object")
-    text_only = bool(overrides.get("language_model_only", False) or config.get("language_model_only", False))
+    text = dict(config["text_config"]) if nested else dict(config)
+    text_only = overrides.get("language_model_only", config.get("language_model_only") or False)
+    if not isinstance(text_only, bool):
+        raise ConfigError(f"{source}: language_model_only = {text_only!r}; it takes true or false")
     if config.get("vision_config") is not None and not text_only:
         raise ConfigError(
             f"{source}: vision_config: images and video are not supported; set language_model_only=True "
@@ -142,7 +149,8 @@ def from_dict(
     values["language_model_only"] = text_only
     stops = [*_ids(text.get("eos_token_id"), source), *_ids(config.get("eos_token_id"), source)]
     values["generation"] = _generation(generation or {}, stops, source)
-    values["max_length"] = min(4096, values.get("max_position_embeddings", 32768))
+    positions = values.get("max_position_embeddings")
+    values["max_length"] = min(4096, positions) if isinstance(positions, int) else 4096
 
     check_keys(overrides, "override")
     values.update({k: freeze(k, v) for k, v in overrides.items()})
@@ -172,11 +180,20 @@ def _layer_types(text: Mapping[str, Any], layers: Any, source: str) -> tuple[str
     interval = text.get("full_attention_interval", 4)
     if not isinstance(interval, int) or interval < 1:
         raise ConfigError(f"{source}: full_attention_interval = {interval!r}; it takes an integer >= 1")
-    return interval_layers(layers, interval) if isinstance(layers, int) else ()
+    try:
+        return interval_layers(layers, interval)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
-def interval_layers(layers: int, interval: int) -> tuple[str, ...]:
-    """Layer i (from 0) is full attention when (i + 1) is a multiple of `interval`."""
+def interval_layers(layers: Any, interval: int) -> tuple[str, ...]:
+    """Layer i (from 0) is full attention when (i + 1) is a multiple of `interval`.
+
+    Raises:
+        ConfigError: `layers` is no integer, or so large that listing them would exhaust the memory.
+    """
+    counts = isinstance(layers, int) and 1 <= layers <= MAX_LAYERS
+    require(counts, "num_hidden_layers", layers, f"an integer from 1 to {MAX_LAYERS}")
     return tuple("full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers))
 
 
@@ -195,7 +212,9 @@ def _rope(text: Mapping[str, Any], source: str) -> dict[str, Any]:
     unknown = set(rope) - ROPE_KEYS
     if unknown:
         key = sorted(unknown)[0]
-        raise ConfigError(f"{source}: unknown rope key {key!r} (value {rope[key]!r}); known: {', '.join(sorted(ROPE_KEYS))}")
+        raise ConfigError(
+            f"{source}: unknown rope key {key!r} (value {rope[key]!r}); known: {', '.join(sorted(ROPE_KEYS))}"
+        )
     return {k: rope[k] for k in ("rope_theta", "partial_rotary_factor", "mrope_section") if rope.get(k) is not None}
 
 
@@ -214,7 +233,9 @@ def _generation(generation: Mapping[str, Any], stops: list[int], source: str) ->
     for key, value in generation.items():
         if key in GENERATION_NEUTRAL:
             if value not in GENERATION_NEUTRAL[key]:
-                raise ConfigError(f"{where}: {key} = {value!r} is not supported; it takes {GENERATION_NEUTRAL[key][0]!r}")
+                raise ConfigError(
+                    f"{where}: {key} = {value!r} is not supported; it takes {GENERATION_NEUTRAL[key][0]!r}"
+                )
         elif key in GENERATION_KEYS:
             if value is not None:
                 values[key] = value

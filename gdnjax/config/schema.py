@@ -48,11 +48,11 @@ class GenerationDefaults:
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(0.0 <= self.temperature, "temperature", self.temperature, "a number >= 0 (0 is greedy)")
-        require(0 <= self.top_k, "top_k", self.top_k, "an integer >= 0 (0 switches it off)")
+        require(self.temperature >= 0.0, "temperature", self.temperature, "a number >= 0 (0 is greedy)")
+        require(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0 switches it off)")
         require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "a number in (0, 1] (1 switches it off)")
         require(0.0 <= self.min_p < 1.0, "min_p", self.min_p, "a number in [0, 1) (0 switches it off)")
-        require(0.0 < self.repetition_penalty, "repetition_penalty", self.repetition_penalty, "a number > 0")
+        require(self.repetition_penalty > 0.0, "repetition_penalty", self.repetition_penalty, "a number > 0")
         require(all(i >= 0 for i in self.stop_ids), "stop_ids", self.stop_ids, "token ids >= 0")
 
 
@@ -186,8 +186,9 @@ class Config:
     def replace(self, **changes: Any) -> Config:
         """A copy with some keys changed, checked as a whole. Unknown keys raise `ConfigError`."""
         check_keys(changes, "override")
-        if "max_position_embeddings" in changes and "max_length" not in changes:
-            changes["max_length"] = min(self.max_length, changes["max_position_embeddings"])
+        positions = changes.get("max_position_embeddings")
+        if isinstance(positions, int) and "max_length" not in changes:
+            changes["max_length"] = min(self.max_length, positions)
         return dataclasses.replace(self, **{k: freeze(k, v) for k, v in changes.items()})
 
     def for_platform(self, platform: str) -> Config:
@@ -223,11 +224,21 @@ def freeze(key: str, value: Any) -> Any:
             if not isinstance(overrides, Mapping):
                 raise ConfigError(f"platform_overrides.{platform} = {overrides!r}; it takes a mapping of serving keys")
             for name, v in overrides.items():
-                require(name in SERVING_KEYS, f"platform_overrides.{platform}", {name: v}, f"serving keys: {', '.join(sorted(SERVING_KEYS))}")
+                require(
+                    name in SERVING_KEYS,
+                    f"platform_overrides.{platform}",
+                    {name: v},
+                    f"serving keys: {', '.join(sorted(SERVING_KEYS))}",
+                )
         return tuple(sorted((p, tuple(sorted(o.items()))) for p, o in value.items()))
     if key == "generation" and isinstance(value, Mapping):
         unknown = set(value) - {f.name for f in dataclasses.fields(GenerationDefaults)}
-        require(not unknown, "generation", sorted(unknown), ", ".join(f.name for f in dataclasses.fields(GenerationDefaults)))
+        require(
+            not unknown,
+            "generation",
+            sorted(map(str, unknown)),
+            ", ".join(f.name for f in dataclasses.fields(GenerationDefaults)),
+        )
         return GenerationDefaults(**{k: freeze(k, v) for k, v in value.items()})
     if isinstance(value, list):
         return tuple(value)
@@ -263,7 +274,9 @@ def _check_model(c: Config) -> None:
     )
     require(0.0 < c.rms_norm_eps < 1.0, "rms_norm_eps", c.rms_norm_eps, "a number in (0, 1)")
     require(c.rope_theta > 1.0, "rope_theta", c.rope_theta, "a number > 1")
-    require(0.0 < c.partial_rotary_factor <= 1.0, "partial_rotary_factor", c.partial_rotary_factor, "a number in (0, 1]")
+    require(
+        0.0 < c.partial_rotary_factor <= 1.0, "partial_rotary_factor", c.partial_rotary_factor, "a number in (0, 1]"
+    )
     require(
         c.rotary_dim >= 2 and c.rotary_dim % 2 == 0,
         "partial_rotary_factor",
@@ -310,5 +323,8 @@ def _check_serving(c: Config) -> None:
         ("kv_tokens", (1 + c.kv_pages) * c.page_size * c.num_key_value_heads * c.head_dim),
     ):
         require(
-            size < 2**31, name, getattr(c, name), f"a value that keeps one layer's array under 2^31 elements (here {size:,})"
+            size < 2**31,
+            name,
+            getattr(c, name),
+            f"a value that keeps one layer's array under 2^31 elements (here {size:,})",
         )

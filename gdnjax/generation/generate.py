@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class Request:
 
     prompt: list[int]
     max_new_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -77,10 +77,12 @@ def generate(
         NonFiniteLogitsError: the model produced NaN or infinity.
     """
     limits = check_requests(config, requests, stop_ids)
+    if loop not in get_args(Loop):
+        raise ValueError(f"loop = {loop!r}; it takes {' or '.join(get_args(Loop)[::-1])}")
     if stop and tokenizer is None:
         raise ValueError(f"stop = {list(stop)!r} needs a tokenizer, and this model has none; use stop_ids")
-    if any(not s for s in stop):
-        raise ValueError(f"stop = {list(stop)!r} has an empty string; it takes strings of at least one character")
+    if not all(isinstance(s, str) and s for s in stop):
+        raise ValueError(f"stop = {list(stop)!r}; it takes strings of at least one character")
     prompts = [request.prompt for request in requests]
     working = working_config(config, prompts, limits)
     state = init_state(working, [len(p) + n for p, n in zip(prompts, limits, strict=True)])
@@ -120,11 +122,13 @@ def _collect(collectors: list[Collector], tokens: np.ndarray, values: np.ndarray
     ended = []
     for row, collector in enumerate(collectors):
         token = int(tokens[row])
+        if token == NOTHING or collector.finish_reason is not None:
+            continue
         if token == NOT_FINITE:
             raise NonFiniteLogitsError(
                 f"prompt {row}: the logits are NaN or infinite; check the weights, or load them with dtype='float32'"
             )
-        if token != NOTHING and collector.finish_reason is None and not collector.push(token, float(values[row])):
+        if not collector.push(token, float(values[row])):
             ended.append(row)
     return ended
 
@@ -146,17 +150,21 @@ def check_requests(config: Config, requests: Sequence[Request], stop_ids: Sequen
             check_ids(request.prompt, config.vocab_size)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {request.max_new_tokens}; it takes an integer >= 1")
+        count = request.max_new_tokens
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+            raise ValueError(f"max_new_tokens = {count!r}; it takes an integer >= 1")
         room = config.max_length - len(request.prompt)
         if room < 1:
             raise ValueError(
                 f"prompt {index} has {len(request.prompt)} tokens; it takes at most max_length - 1 = "
                 f"{config.max_length - 1}; shorten it, or load the model with a larger max_length"
             )
-        limits.append(min(request.max_new_tokens, room))
-    if stop_ids:
-        check_ids(stop_ids, config.vocab_size)
+        limits.append(min(int(count), room))
+    if len(stop_ids):
+        try:
+            check_ids(stop_ids, config.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"stop_ids: {error}") from None
     return limits
 
 

@@ -43,6 +43,16 @@ class SamplingParams:
         GenerationDefaults(
             True, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
         )  # the same limits hold for the fields they share
+        # The arithmetic is float32: larger numbers would become infinite, and then NaN.
+        for key in ("temperature", "presence_penalty", "frequency_penalty"):
+            require(abs(getattr(self, key)) <= 1e30, key, getattr(self, key), "a number up to 1e30")
+        require(
+            1e-30 <= self.repetition_penalty <= 1e30,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a number from 1e-30 to 1e30",
+        )
+        require(self.top_k < 2**31, "top_k", self.top_k, "an integer >= 0 and under 2^31 (0 switches it off)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "an integer from 0 to 2^32 - 1")
 
     @property

@@ -38,7 +38,9 @@ def mlp(p: Any, x: jax.Array, c: Config) -> jax.Array:
     """down(silu(gate x) * up x)."""
     parts = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
     gate, up = project(p, x, "gate_up_proj", parts)
-    return linear((jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype), p["down_proj"]["weight"])
+    return linear(
+        (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype), p["down_proj"]["weight"]
+    )
 
 
 def gdn_project(p: Any, x: jax.Array, c: Config) -> list[jax.Array]:

@@ -117,9 +117,7 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
         mixed, z, b, a = gdn_project(p, x, c)
         mixed, conv[layer] = causal_conv_packed(mixed, p["conv1d"]["weight"], conv[layer], segments, batch.request)
         q, k, v = gdn_heads(mixed, c)
-        out, recurrent[layer] = gated_delta_prefill(
-            q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments
-        )
+        out, recurrent[layer] = gated_delta_prefill(q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments)
         return gdn_output(p, out, z, c)
 
     def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:

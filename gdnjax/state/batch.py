@@ -69,7 +69,7 @@ def prefill_batch(config: Config, pieces: Mapping[int, Sequence[int]], rows: int
     return Batch(jnp.asarray(tokens), jnp.asarray(request), jnp.asarray(last))
 
 
-def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> None:
     """Raises ValueError, naming the first token id outside `[0, vocab_size)`."""
     array = np.asarray(ids)
     if array.dtype.kind not in "iu":

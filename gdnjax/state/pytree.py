@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,14 +52,15 @@ def state_shapes(config: Config) -> State:
     c, requests = config, config.max_requests
     activation = jnp.dtype(c.dtype)
 
-    def struct(shape: tuple[int, ...], dtype: object) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # type: ignore[arg-type]
+    # Typed as what stands in its place: a pytree of structs has the state's structure, not its leaves.
+    def struct(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     kv = struct(((1 + c.kv_pages) * c.page_size, c.num_key_value_heads, c.head_dim), activation)
     pool = struct((c.slots, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim), c.state_dtype)
     ring = struct((requests + 1, c.linear_conv_kernel_dim, c.conv_channels), activation)
     vector = struct((requests,), jnp.int32)
-    return State(  # type: ignore[arg-type]
+    return State(
         recurrent=(pool,) * len(c.gdn_layers),
         conv=(ring,) * len(c.gdn_layers),
         keys=(kv,) * len(c.attention_layers),
@@ -72,7 +74,7 @@ def state_shapes(config: Config) -> State:
     )
 
 
-def init_state(config: Config, lengths: Sequence[int] | None = None, device: object | None = None) -> State:
+def init_state(config: Config, lengths: Sequence[int] | None = None, device: Any = None) -> State:
     """A state in which every request is empty and owns its slots and pages.
 
     Args:

@@ -182,9 +182,7 @@ def init_params(config: Config, key: jax.Array) -> Params:
         array = variable.get_metadata("init")(jax.random.fold_in(key, order[tensor_name(path)]), shape.shape)
         return array.astype(shape.dtype)
 
-    return jax.tree_util.tree_map_with_path(
-        draw, declaration, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
+    return jax.tree_util.tree_map_with_path(draw, declaration, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def tensor_name(path: tuple[Any, ...]) -> str:

@@ -53,7 +53,7 @@ def causal_conv_decode(
     taps = [_from_ring(ring, ring_row, position - back) for back in range(width - 1, 0, -1)]
     out = weighted_taps([*taps, x], weight)
     target = jnp.where(ring_row > 0, ring_row, ring.shape[0])
-    return out, ring.at[target, position % columns].set(x, mode="drop")
+    return out, _store(ring, target, position % columns, x, out)
 
 
 def causal_conv_packed(
@@ -83,12 +83,19 @@ def causal_conv_packed(
     # Only the last W rows of a segment: no two rows of one call may write one column.
     keep = (segment_of_row >= 0) & (within >= segments.length[segment] - columns)
     target = jnp.where(keep, ring_row, ring.shape[0])
-    return out, ring.at[target, position % columns].set(x, mode="drop")
+    return out, _store(ring, target, position % columns, x, out)
 
 
 def _from_ring(ring: jax.Array, ring_row: jax.Array, position: jax.Array) -> jax.Array:
     stored = ring[ring_row, position % ring.shape[1]]
     return jnp.where((position >= 0)[:, None], stored, jnp.zeros((), ring.dtype))
+
+
+def _store(ring: jax.Array, target: jax.Array, column: jax.Array, x: jax.Array, out: jax.Array) -> jax.Array:
+    # Rows that are dropped carry `out`, so that the write needs all that was read: where nothing orders
+    # a write behind the reads, XLA copies the whole ring first.
+    x = jnp.where((target < ring.shape[0])[:, None], x, out)
+    return ring.at[target, column].set(x, mode="drop")
 
 
 def ring_window(ring: jax.Array, ring_row: jax.Array, position: jax.Array, width: int) -> jax.Array:

@@ -1,0 +1,12 @@
+"""Choose JAX's platform before any test module imports it, and hypothesis's profile."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("GDNJAX_TEST_PLATFORM", "cpu")
+
+from hypothesis import settings
+
+# Compilation dominates a first example, so that a deadline would only measure the machine.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("dev", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

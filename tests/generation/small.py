@@ -1,0 +1,128 @@
+"""A small model with decided opinions, a byte tokenizer for it, and comparisons of results."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdnjax.config import Config
+from gdnjax.generation import GenerationResult, Request, SamplingParams
+from gdnjax.generation.generate import generate
+from gdnjax.lm import LanguageModel
+from gdnjax.loading import random_model
+from gdnjax.tokenizer import Tokenizer, load_tokenizer
+
+# Greedy choices may differ between two forms of the same computation where the best two are this close.
+NEAR_TIE = 1e-3
+
+# 256 bytes, four merges, two control tokens.
+MERGES = (("t", "h"), ("th", "e"), ("Ã", "©"), ("Ġ", "the"))
+STOP_ID, OTHER_STOP_ID = 260, 261
+VOCAB = 262
+
+# Two layers, because compilation is most of what tests wait for; goldens have four. The initializer range
+# spreads logits over several units, so that near-ties are rare.
+SMALL = Config(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=("linear_attention", "full_attention"),
+    initializer_range=0.35,
+    dtype="float32",
+    max_requests=4,
+    max_length=64,
+    page_size=16,
+    prefill_tokens=64,
+)
+
+# Unequal lengths; 61 tokens in all, so that one window of 64 rows takes them.
+PROMPTS = [
+    [5, 9, 2, 200, 31, 7, 7],
+    [17],
+    [int(i) for i in np.random.default_rng(0).integers(0, 250, 40)],
+    [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9],
+]
+
+GREEDY = SamplingParams()
+
+
+@functools.cache
+def small_model(**overrides: Any) -> LanguageModel:
+    """The small model with the byte tokenizer. Overrides are serving keys: the weights are the same."""
+    if overrides:
+        return dataclasses.replace(small_model(), config=SMALL.replace(**overrides))
+    return dataclasses.replace(random_model(SMALL, seed=1), tokenizer=byte_tokenizer())
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer with `VOCAB` ids, through the same files as any other."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    tokens = [letters[byte] for byte in range(256)] + ["".join(pair) for pair in MERGES]
+    spec = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": STOP_ID, "content": "<|im_end|>", "special": True},
+            {"id": OTHER_STOP_ID, "content": "<|endoftext|>", "special": True},
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": [list(p) for p in MERGES]},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+        tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def run(
+    model: LanguageModel,
+    prompts: Sequence[list[int]],
+    limits: int | Sequence[int] = 12,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    **arguments: Any,
+) -> list[GenerationResult]:
+    """`generate` with log-probabilities; one limit and one sampling for all prompts, or one a prompt."""
+    counts = [limits] * len(prompts) if isinstance(limits, int) else limits
+    params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    requests = [Request(p, n, s) for p, n, s in zip(prompts, counts, params, strict=True)]
+    return generate(model.params, model.config, requests, **{"logprobs": True, **arguments})
+
+
+def assert_same(
+    actual: Sequence[GenerationResult], desired: Sequence[GenerationResult], tolerance: float = 5e-4
+) -> None:
+    """The same tokens, finish reasons and log-probabilities; a near-tie ends a comparison and is printed."""
+    assert len(actual) == len(desired)
+    for index, (a, d) in enumerate(zip(actual, desired, strict=True)):
+        assert a.logprobs is not None and d.logprobs is not None
+        assert len(a.tokens) == len(a.logprobs) and len(d.tokens) == len(d.logprobs)
+        differ = [i for i, pair in enumerate(zip(a.tokens, d.tokens, strict=False)) if pair[0] != pair[1]]
+        upto = differ[0] if differ else min(len(a.tokens), len(d.tokens))
+        np.testing.assert_allclose(a.logprobs[:upto], d.logprobs[:upto], rtol=0, atol=tolerance)
+        if differ:
+            gap = abs(a.logprobs[upto] - d.logprobs[upto])
+            print(f"prompt {index}, token {upto}: {a.tokens[upto]} or {d.tokens[upto]}, gap {gap:.2g}")
+            assert gap < NEAR_TIE, f"prompt {index}: {a.tokens} is not {d.tokens}"
+        else:
+            assert a.tokens == d.tokens
+            assert a.finish_reason == d.finish_reason
+        assert a.prompt_tokens == d.prompt_tokens

@@ -1,0 +1,139 @@
+"""The collector: text, stop strings, what a stream may release, and finish reasons."""
+
+from __future__ import annotations
+
+import functools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdnjax.generation.collect import Collector, GenerationResult
+from gdnjax.resources import checkpoints_dir
+from gdnjax.tokenizer import Tokenizer, load_tokenizer
+from tests.generation.small import OTHER_STOP_ID, STOP_ID, byte_tokenizer
+
+
+@functools.cache
+def shipped_tokenizer() -> Tokenizer:
+    tokenizer = load_tokenizer(checkpoints_dir() / "tiny")
+    assert tokenizer is not None
+    return tokenizer
+
+
+def collect(
+    tokens: list[int], stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), tokenizer: Tokenizer | None = None
+) -> tuple[GenerationResult, list[tuple[list[int], str]]]:
+    """The result, and the calls of the stream."""
+    calls: list[tuple[list[int], str]] = []
+    collector = Collector(
+        3, 5, tokenizer or byte_tokenizer(), stop_ids, stop, lambda index, ids, text: calls.append((ids, text))
+    )
+    for token in tokens:
+        collector.push(token, -1.0)
+    return collector.result(True), calls
+
+
+def by_hand(
+    tokens: list[int], stop: tuple[str, ...], stop_ids: tuple[int, ...], t: Tokenizer
+) -> tuple[list[int], str, str]:
+    """Tokens, text and finish reason from decoding every beginning anew."""
+    for count in range(1, len(tokens) + 1):
+        ended = tokens[count - 1] in stop_ids
+        stream = t.stream()
+        text = stream.push(tokens[: count - ended])
+        if ended or count == len(tokens):
+            # half a character can't become whole any more
+            cut = [text.find(s) for s in stop if s in text]
+            if not cut:
+                text += stream.finish()
+        cut = [text.find(s) for s in stop if s in text]
+        if cut:
+            return tokens[:count], text[: min(cut)], "stop"
+        if ended:
+            return tokens[:count], text, "stop"
+    return tokens, text, "length"
+
+
+@given(
+    st.lists(st.sampled_from([*b"abab \xc3\xa9\xe2\x82\xac\xff", 256, 257, STOP_ID]), min_size=1, max_size=12),
+    st.lists(st.text("ab é€\ufffd", min_size=1, max_size=4), max_size=3),
+    st.sampled_from([(), (STOP_ID,), (STOP_ID, OTHER_STOP_ID)]),
+)
+def test_text_and_stream(tokens: list[int], stop: list[str], stop_ids: tuple[int, ...]) -> None:
+    # ids of bytes: the byte tokenizer's vocabulary is the bytes in order
+    result, calls = collect(tokens, tuple(stop), stop_ids)
+    kept, text, reason = by_hand(tokens, tuple(stop), stop_ids, byte_tokenizer())
+    assert (result.tokens, result.text, result.finish_reason) == (kept, text, reason)
+    assert "".join(piece for _, piece in calls) == result.text
+    assert [t for ids, _ in calls for t in ids] == result.tokens
+    assert result.logprobs == [-1.0] * len(kept)
+    assert result.prompt_tokens == 5
+    assert not any(s in result.text for s in stop)
+
+
+@given(st.text("the cat\n.é€日", min_size=1, max_size=20), st.data())
+def test_the_shipped_tokenizer_cuts_anywhere(text: str, data: st.DataObject) -> None:
+    tokenizer = shipped_tokenizer()
+    tokens = tokenizer.encode(text)
+    text = tokenizer.decode(tokens)
+    start = data.draw(st.integers(0, len(text) - 1))
+    stop = text[start : start + data.draw(st.integers(1, 6))]
+    result, calls = collect(tokens, (stop,), tokenizer=tokenizer)
+    assert result.text == text[: text.index(stop)]
+    assert result.finish_reason == "stop"
+    assert "".join(piece for _, piece in calls) == result.text
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_nothing_that_could_become_a_stop_string_is_released() -> None:
+    result, calls = collect(ids("say STOP now"), ("STOP",))
+    assert [piece for _, piece in calls] == ["s", "a", "y", " ", "", "", "", ""]
+    assert (result.text, result.finish_reason, len(result.tokens)) == ("say ", "stop", 8)
+
+
+def test_what_was_held_back_for_nothing_comes_later() -> None:
+    result, calls = collect(ids("aSTORE"), ("STOP",))
+    assert [piece for _, piece in calls] == ["a", "", "", "", "STOR", "E"]
+    assert (result.text, result.finish_reason) == ("aSTORE", "length")
+    # at the end of the request, with a call of its own
+    result, calls = collect(ids("aSTO"), ("STOP",))
+    assert calls[-1] == ([], "STO")
+    assert (result.text, result.finish_reason) == ("aSTO", "length")
+
+
+def test_overlapping_beginnings() -> None:
+    result, calls = collect(ids("aaab"), ("aab",))
+    assert (result.text, [piece for _, piece in calls]) == ("a", ["", "", "a", ""])
+    result, _ = collect(ids("abcd"), ("bcx", "cd"))
+    assert (result.text, result.finish_reason) == ("ab", "stop")
+
+
+def test_the_earliest_stop_string_wins() -> None:
+    # one token brings both
+    result, _ = collect([ord("x"), 257], ("e", "the"))
+    assert result.text == "x"
+
+
+def test_half_a_character_waits() -> None:
+    result, calls = collect(ids("é€"))
+    assert [piece for _, piece in calls] == ["", "é", "", "", "€"]
+    result, calls = collect(ids("aé")[:-1])
+    assert result.text == "a\ufffd"
+    assert calls[-1] == ([], "\ufffd")
+    # a stop id ends the text too
+    result, calls = collect([*ids("aé")[:-1], STOP_ID], stop_ids=(STOP_ID,))
+    assert (result.text, calls[-1]) == ("a\ufffd", ([STOP_ID], "\ufffd"))
+
+
+def test_tokens_after_the_end_are_ignored() -> None:
+    calls: list[int] = []
+    collector = Collector(0, 1, None, (9,), (), lambda index, tokens, text: calls.extend(tokens))
+    assert collector.push(4, -0.5)
+    assert not collector.push(9, -0.25)
+    assert not collector.push(4, -0.5)
+    result = collector.result(True)
+    assert (result.tokens, result.logprobs, result.text, calls) == ([4, 9], [-0.5, -0.25], None, [4, 9])
+    assert collector.result(False).logprobs is None

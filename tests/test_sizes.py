@@ -1,0 +1,130 @@
+"""Bytes against hand computation, and what fits against what is really allocated."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdnjax.config import Config, from_preset
+from gdnjax.sizes import fit, sizes
+from gdnjax.state import init_state
+from gdnjax.weights.declaration import init_params
+from tests.generation.small import SMALL
+from tests.helpers import LAYOUTS
+
+MIB, KIB = 2**20, 2**10
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    # Recurrent MiB; KiB of one column of all rings; KiB of a KV token. Three columns are the window.
+    ("name", "state", "column", "window", "kv"),
+    [
+        ("0.8b", 18, 18 * 6144 * 2 / KIB, 18.6, 12),
+        ("2b", 18, 18 * 6144 * 2 / KIB, 18.6, 12),
+        ("4b", 48, 24 * 8192 * 2 / KIB, 49.1, 32),
+        ("9b", 48, 24 * 8192 * 2 / KIB, 49.1, 32),
+        ("27b", 144, 48 * 10240 * 2 / KIB, 146.8, 64),
+    ],
+)
+def test_published_shapes(name: str, state: int, column: float, window: float, kv: int) -> None:
+    costs = sizes(from_preset(name))
+    in_place = costs.bytes_per_request["in_place"]
+    assert in_place == state * MIB + 4 * column * KIB
+    assert round(state + 3 * column / KIB, 1) == window
+    assert costs.bytes_per_request["twin"] == in_place + state * MIB
+    assert costs.bytes_per_kv_token == kv * KIB
+
+
+def count_parameters(c: Config) -> int:
+    """Written out from the model's description."""
+    h, d = c.hidden_size, c.head_dim
+    keys = c.linear_num_key_heads * c.linear_key_head_dim
+    values = c.linear_num_value_heads * c.linear_value_head_dim
+    mlp = 3 * h * c.intermediate_size + 2 * h  # with the layer's two norms
+    gdn = (2 * keys + 2 * values + 2 * c.linear_num_value_heads) * h + values * h
+    gdn += 4 * (2 * keys + values) + 2 * c.linear_num_value_heads + c.linear_value_head_dim
+    attention = (3 * c.num_attention_heads + 2 * c.num_key_value_heads) * d * h + 2 * d
+    full = sum(t == "full_attention" for t in c.layer_types)
+    mtp = c.mtp_num_hidden_layers * (2 * h * h + 3 * h + attention + mlp)
+    heads = 1 if c.tie_word_embeddings else 2
+    layers = (c.num_hidden_layers - full) * gdn + full * attention + c.num_hidden_layers * mlp
+    return heads * c.vocab_size * h + layers + h + mtp
+
+
+@pytest.mark.parametrize("name", ["0.8b", "2b", "4b", "9b", "27b", "tiny"])
+def test_parameters_and_weight_bytes(name: str) -> None:
+    config = from_preset(name)
+    costs = sizes(config)
+    assert costs.parameters == count_parameters(config)
+    float32 = (config.num_hidden_layers * 3 // 4) * (2 * config.linear_num_value_heads + config.linear_value_head_dim)
+    assert costs.weight_bytes == 2 * costs.parameters + 2 * float32
+    assert sizes(config.replace(dtype="float32")).weight_bytes == 4 * costs.parameters
+
+
+def allocated(config: Config) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(init_state(config, [])))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_request_and_a_token_cost_what_is_said(layout: str) -> None:
+    config = SMALL.replace(state_layout=layout)
+    costs = sizes(config)
+    one, two = (allocated(config.replace(max_requests=n, kv_tokens=64)) for n in (1, 2))
+    # and four int32, and a row of the page table
+    assert two - one == costs.bytes_per_request[layout] + 4 * (4 + config.pages_per_request)
+    more = allocated(config.replace(max_requests=1, kv_tokens=128))
+    assert more - one == 64 * costs.bytes_per_kv_token
+    weights = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    assert costs.weight_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("max_length", [1, 64, 100])
+@given(extra=st.integers(0, 2_000_000))
+def test_what_fits_fits_and_no_more_would(layout: str, max_length: int, extra: int) -> None:
+    config = SMALL.replace(state_layout=layout, max_length=max_length)
+    costs = sizes(config)
+    with pytest.raises(ValueError) as error:
+        fit(config, 0)
+    needed = int(str(error.value).split("one request needs ")[1].split(" in all")[0].replace(",", ""))
+    memory = needed + extra
+    requests, tokens = fit(config, memory)
+    assert requests >= 1 and tokens >= requests * max_length and tokens % config.page_size == 0
+
+    def total(requests: int, tokens: int) -> int:
+        from gdnjax.state import state_shapes
+
+        shapes = state_shapes(config.replace(max_requests=requests, kv_tokens=tokens))
+        return costs.weight_bytes + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+    assert total(requests, tokens) <= memory
+    assert total(requests, tokens + config.page_size) > memory
+    assert total(requests + 1, (requests + 1) * config.pages_per_request * config.page_size) > memory
+
+
+def test_the_least_memory_really_is() -> None:
+    config = SMALL.replace(max_requests=1)
+    needed = sizes(config).weight_bytes + allocated(config)
+    assert fit(config, needed) == (1, 64)
+    with pytest.raises(ValueError, match=f"holds no request of max_length = 64: .* needs {needed:,} in all; lower"):
+        fit(config, needed - 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["0.8b", "27b"])
+@pytest.mark.parametrize("gib", [80, 192, 1000, 10**6])
+@pytest.mark.parametrize("max_length", [64, 4096])
+def test_what_fits_is_what_a_config_takes(name: str, layout: str, gib: int, max_length: int) -> None:
+    config = from_preset(name).replace(state_layout=layout, max_length=max_length)
+    requests, tokens = fit(config, gib * 2**30)
+    config.replace(max_requests=requests, kv_tokens=tokens)  # raises where an array would pass 2^31 elements
+
+
+def test_without_attention_no_cache_grows() -> None:
+    config = SMALL.replace(layer_types=("linear_attention",) * 2)
+    assert sizes(config).bytes_per_kv_token == 0
+    requests, tokens = fit(config, 100 * MIB)
+    assert requests > 1 and tokens >= requests * config.max_length
