@@ -42,9 +42,18 @@ def test_padding_does_not_reach_the_logits() -> None:
         assert difference(part, whole[:, :length]) < 1e-5
 
 
-def test_a_sequence_of_max_position_embeddings_is_not_padded_beyond() -> None:
+def test_lengths_share_programs_up_to_max_position_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = dataclasses.replace(small_model(), config=SMALL.replace(max_position_embeddings=70, max_length=64))
-    assert lm.logits(np.zeros((1, 70), np.int64)).shape == (1, 70, VOCAB)
+    run_with: list[tuple[int, ...]] = []
+
+    def forward(params: Any, config: Any, tokens: jax.Array) -> jax.Array:
+        run_with.append(tokens.shape)
+        return jnp.zeros((*tokens.shape, VOCAB))
+
+    monkeypatch.setattr("gdnjax.lm._jitted_forward", forward)
+    for length in (1, 64, 65, 70):
+        assert lm.logits(np.zeros((2, length), np.int64)).shape == (2, length, VOCAB)
+    assert run_with == [(2, 64), (2, 64), (2, 70), (2, 70)]
     with pytest.raises(ValueError, match="tokens has 71 positions; it takes at most max_position_embeddings = 70"):
         lm.logits(np.zeros((1, 71), np.int64))
 

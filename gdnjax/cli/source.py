@@ -54,7 +54,7 @@ def devices() -> list[Any]:
         return jax.devices()
     except AssertionError:
         # JAX asserts, without a message, that one of the platforms it was told to use has started.
-        raise RuntimeError(f"JAX was told to use {jax.config.jax_platforms!r}, and that is not here") from None
+        raise RuntimeError(f"JAX was told to use {os.environ.get('JAX_PLATFORMS')!r}, and that is not here") from None
 
 
 def require_platform(args: argparse.Namespace) -> None:

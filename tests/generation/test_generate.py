@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from gdnjax.generation import GenerationResult, NonFiniteLogitsError, Request, SamplingParams
 from gdnjax.generation.generate import check_requests, generate, windows, working_config
-from gdnjax.generation.loop import default_loop
+from gdnjax.generation.loop import NOTHING, default_loop, emit, make_decoding
+from gdnjax.generation.sampling import make_sampler
 from gdnjax.lm import LanguageModel
+from gdnjax.state import init_state
 from tests.generation.small import NEAR_TIE, PROMPTS, SMALL, VOCAB, assert_same, byte_tokenizer, run, small_model
 from tests.helpers import LOGITS, golden_arrays, load_golden
 
@@ -160,6 +162,22 @@ def test_both_stop_ids_are_honoured_and_none_never_stops() -> None:
     for loop in LOOPS:
         results = run(small_model(), PROMPTS, stop_ids=(), loop=loop)
         assert [(len(r.tokens), r.finish_reason) for r in results] == [(12, "length")] * 4
+
+
+def test_emit_retires_rows_on_the_device() -> None:
+    sampler = make_sampler([SamplingParams()] * 4, 4)
+    decoding = make_decoding(init_state(SMALL), sampler, [9, 9, 1, 9], (3, 5), PROMPTS)
+    decoding, emission = emit(decoding, 9 * jax.nn.one_hot(jnp.array([3, 5, 7, 7]), VOCAB))
+    assert emission.token.tolist() == [3, 5, 7, 7]
+    # either stop id, and the limit
+    assert decoding.live.tolist() == [False, False, False, True]
+    assert decoding.emitted.tolist() == [1, 1, 1, 1]
+    decoding, emission = emit(decoding, 9 * jax.nn.one_hot(jnp.array([1, 1, 1, 5]), VOCAB))
+    assert emission.token.tolist() == [NOTHING, NOTHING, NOTHING, 5]
+    assert decoding.emitted.tolist() == [1, 1, 1, 2]
+    assert not decoding.live.any()
+    # padding is never live
+    assert make_decoding(init_state(SMALL), sampler, [9], (), PROMPTS[:1]).live.tolist() == [True, False, False, False]
 
 
 def test_a_stop_id_at_the_limit_is_a_stop() -> None:

@@ -74,7 +74,7 @@ def test_sequence_golden_cases(case: str) -> None:
 def test_packed_golden_cases(case: str) -> None:
     x, start = golden_inputs(case)
     batch, length, heads, dv = x["v"].shape
-    rows = batch * (length + 3)
+    rows = 140  # for every case, so that they share a program
     segment_start = 2 + (length + 3) * np.arange(batch)
     own_rows = (segment_start[:, None] + np.arange(length)).reshape(-1)
 

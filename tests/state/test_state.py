@@ -360,7 +360,7 @@ def test_request_alone_is_request_in_a_batch(layout: str) -> None:
 
 
 def test_a_request_without_pages_writes_no_keys() -> None:
-    state = init_state(serving("in_place", kv_tokens=64), lengths=[8, 0, 56])
+    state = init_state(serving("in_place"), lengths=[8, 0, 56])
     before = reserved(state), [np.array(x) for x in (*state.keys, *state.values)]
     batch = prefill_batch(state.config, {1: prompt(5)}, ROWS)
     _, state = jit_prefill(params(), state, batch)
@@ -371,9 +371,13 @@ def test_a_request_without_pages_writes_no_keys() -> None:
 
 
 def test_logits_rows_choose_rows() -> None:
-    state = prefilled("in_place", {1: 6})
-    tokens, request = jnp.asarray([4, 9, 1, 1], jnp.int32), jnp.asarray([1, 1, -1, -1], jnp.int32)
-    every, _ = jit_prefill(params(), jax.tree.map(jnp.asarray, host_copy(state)), Batch(tokens, request))
-    chosen, _ = jit_prefill(params(), state, Batch(tokens, request, jnp.asarray([1, 0], jnp.int32)))
-    assert chosen.shape == (2, 192)
-    np.testing.assert_allclose(chosen, every[jnp.asarray([1, 0])], atol=1e-5)
+    batch = prefill_batch(serving("in_place"), {1: prompt(6)}, ROWS)
+
+    def run(*rows: int) -> np.ndarray:
+        chosen = dataclasses.replace(batch, logits_rows=jnp.asarray(rows, jnp.int32))
+        return np.asarray(jit_prefill(params(), init_state(serving("in_place")), chosen)[0])
+
+    first, second = run(0, 1, 2, 3), run(5, 2, 0, 2)
+    assert first.shape == (4, 192)
+    assert_same_bits(second[1:], first[[2, 0, 2]])
+    assert np.abs(second[0] - first).max(axis=1).min() > 1
