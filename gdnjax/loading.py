@@ -94,7 +94,8 @@ def load(
     config = config.replace(dtype=dtype if dtype is not None else default_dtype(config))
     placed = None if mesh is None else shardings(config, mesh)
     read = orbax_io.restore if is_orbax(path) else safetensors_io.load_safetensors
-    return LanguageModel(config, read(path, config, shardings=placed), load_tokenizer(path))
+    params = read(path, config, shardings=placed)
+    return LanguageModel(config, params, load_tokenizer(path, model_vocab_size=config.vocab_size))
 
 
 def random_model(config: str | Config, seed: int = 0, dtype: str | None = None, **overrides: Any) -> LanguageModel:

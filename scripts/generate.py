@@ -14,7 +14,6 @@ import numpy as np
 
 import gdnjax
 
-
 # Donated: every step updates the state where it lies.
 jit_with_state = functools.partial(jax.jit, donate_argnames="state")
 
