@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gdnjax.model import decode_step, forward, forward_with_intermediates, mtp_logits, prefill
     from gdnjax.state import Batch, State, commit, init_state, prefill_batch
     from gdnjax.weights.declaration import Params, init_params
+    from gdnjax.weights.files import CheckpointError
     from gdnjax.weights.packing import pack
 
 _HOME = {
@@ -43,11 +44,13 @@ _HOME = {
     "prefill_batch": "gdnjax.state",
     "Params": "gdnjax.weights.declaration",
     "init_params": "gdnjax.weights.declaration",
+    "CheckpointError": "gdnjax.weights.files",
     "pack": "gdnjax.weights.packing",
 }
 
 __all__ = [
     "Batch",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "GenerationResult",

@@ -13,6 +13,7 @@ from gdnjax.lm import LanguageModel
 from gdnjax.platform import current_platform
 from gdnjax.resources import checkpoints_dir
 from gdnjax.weights.declaration import init_params
+from gdnjax.weights.files import is_checkpoint
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -24,12 +25,7 @@ class ModelNotFoundError(FileNotFoundError):
 
 def shipped_models() -> list[str]:
     """Names that `load` takes besides directories."""
-    return sorted(path.name for path in checkpoints_dir().iterdir() if is_orbax(path))
-
-
-def is_orbax(directory: pathlib.Path) -> bool:
-    """Whether a directory is a checkpoint that `gdnjax convert` wrote."""
-    return (directory / "gdnjax.json").is_file()
+    return sorted(path.name for path in checkpoints_dir().iterdir() if is_checkpoint(path))
 
 
 def is_safetensors(directory: pathlib.Path) -> bool:
@@ -52,7 +48,7 @@ def find_model(source: str | pathlib.Path) -> pathlib.Path:
         raise ModelNotFoundError(f"unknown model {str(source)!r}: no such directory; {takes}")
     if not path.is_dir():
         raise ModelNotFoundError(f"{path} is a file; {takes}")
-    if not is_orbax(path) and not is_safetensors(path):
+    if not is_checkpoint(path) and not is_safetensors(path):
         raise ModelNotFoundError(
             f"{path} is no checkpoint: it has neither gdnjax.json (written by `gdnjax convert`) nor config.json "
             f"with model.safetensors or model.safetensors.index.json; {takes}"
@@ -93,7 +89,7 @@ def load(
     config = from_directory(path, **overrides).for_platform(platform).replace(**overrides)
     config = config.replace(dtype=dtype if dtype is not None else default_dtype(config))
     placed = None if mesh is None else shardings(config, mesh)
-    read = orbax_io.restore if is_orbax(path) else safetensors_io.load_safetensors
+    read = orbax_io.restore if is_checkpoint(path) else safetensors_io.load_safetensors
     params = read(path, config, shardings=placed)
     return LanguageModel(config, params, load_tokenizer(path, model_vocab_size=config.vocab_size))
 
@@ -103,10 +99,12 @@ def random_model(config: str | Config, seed: int = 0, dtype: str | None = None, 
 
     Args:
         config: a name from `configs/`, or a config.
-        seed: of the weights.
+        seed: of the weights, 0 to 2^32 - 1.
         dtype: as in `load`.
         **overrides: keys of `Config`.
     """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed = {seed}; it takes an integer from 0 to 2^32 - 1")
     c = from_preset(config, **overrides) if isinstance(config, str) else config.replace(**overrides)
     c = c.for_platform(current_platform()).replace(**overrides)
     c = dataclasses.replace(c, dtype=dtype if dtype is not None else default_dtype(c))

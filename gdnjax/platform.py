@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Literal
+from typing import Any, Literal
 
 Platform = Literal["rocm", "cuda", "cpu"]
 
 
-def current_platform() -> Platform:
-    """The platform of JAX's default device."""
+def devices() -> list[Any]:
+    """JAX's devices.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     import jax
+
+    try:
+        return jax.devices()
+    except AssertionError:
+        # JAX asserts, without a message, that one of the platforms it was told to use has started.
+        raise RuntimeError(f"JAX was told to use {os.environ.get('JAX_PLATFORMS')!r}, and that is not here") from None
+
+
+def current_platform() -> Platform:
+    """The platform of JAX's default device. Raises RuntimeError without a device."""
     from jax.extend import backend
 
-    device = jax.devices()[0]
+    device = devices()[0]
     if device.platform == "cpu":
         return "cpu"
     if device.platform in ("gpu", "rocm", "cuda"):

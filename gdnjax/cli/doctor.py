@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 from gdnjax.cli import add_json_flag, print_json
-from gdnjax.cli.source import add_platform, devices
+from gdnjax.cli.source import add_platform
 
 PACKAGES = ("gdnjax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "safetensors", "tokenizers")
 PLUGINS = tuple(
@@ -87,7 +87,7 @@ def plugin_problems(jax: str, jaxlib: str, plugins: dict[str, str]) -> list[str]
 
 def find_devices(problems: list[str]) -> tuple[list[str], str | None]:
     """Descriptions of JAX's devices, and their platform; a failure is added to `problems`."""
-    from gdnjax.platform import current_platform, gfx_architecture
+    from gdnjax.platform import current_platform, devices, gfx_architecture
 
     try:
         names = []

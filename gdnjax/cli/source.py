@@ -42,40 +42,24 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
     return {**values, "language_model_only": True} if getattr(args, "language_model_only", False) else values
 
 
-def devices() -> list[Any]:
-    """JAX's devices.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    import jax
-
-    try:
-        return jax.devices()
-    except AssertionError:
-        # JAX asserts, without a message, that one of the platforms it was told to use has started.
-        raise RuntimeError(f"JAX was told to use {os.environ.get('JAX_PLATFORMS')!r}, and that is not here") from None
-
-
 def require_platform(args: argparse.Namespace) -> None:
     """Makes JAX use the platform that was asked for. A missing GPU is an error, never a CPU run.
 
     Raises:
         RuntimeError: the platform is not there.
     """
+    from gdnjax.platform import current_platform
+
     wanted = args.platform
     if wanted is None:
-        devices()
+        current_platform()
         return
     # JAX reads this when it first looks for devices; nothing has asked it before this point.
     os.environ["JAX_PLATFORMS"] = wanted
     import jax
 
     jax.config.update("jax_platforms", wanted)
-    from gdnjax.platform import current_platform
-
     try:
-        devices()
         found = current_platform()
     except RuntimeError as error:
         raise RuntimeError(f"--platform {wanted}: no such device here ({error}); run `gdnjax doctor`") from None

@@ -10,6 +10,9 @@ import secrets
 import shutil
 from collections.abc import Iterator
 
+MANIFEST = "gdnjax.json"
+"""The file that makes a directory a checkpoint of this project."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; the message names the file or tensor and what to change."""
@@ -124,3 +127,8 @@ def _sync_one(path: pathlib.Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def is_checkpoint(directory: pathlib.Path) -> bool:
+    """Whether a directory is a checkpoint that `gdnjax convert` wrote."""
+    return (directory / MANIFEST).exists()

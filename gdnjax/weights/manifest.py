@@ -20,10 +20,9 @@ import numpy as np
 
 from gdnjax.config import ConfigError
 from gdnjax.config.huggingface import read_json
-from gdnjax.weights.files import CheckpointError
+from gdnjax.weights.files import MANIFEST, CheckpointError
 from gdnjax.weights.orbax_store import stored_arrays
 
-MANIFEST = "gdnjax.json"
 _READ_BYTES = 2**22
 
 Arrays = dict[str, tuple[np.dtype, tuple[int, ...]]]

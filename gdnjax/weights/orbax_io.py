@@ -21,9 +21,9 @@ import numpy as np
 
 from gdnjax.config import Config, from_directory
 from gdnjax.weights.declaration import FORMAT_VERSION, Params, abstract_params, from_tensor_names, tensor_names
-from gdnjax.weights.files import CheckpointError, inside, new_directory
+from gdnjax.weights.files import MANIFEST, CheckpointError, inside, is_checkpoint, new_directory
 from gdnjax.weights.hf_names import PREFIXES
-from gdnjax.weights.manifest import MANIFEST, Arrays, Manifest, read_manifest, write_manifest
+from gdnjax.weights.manifest import Arrays, Manifest, read_manifest, write_manifest
 from gdnjax.weights.orbax_store import LazyArray, read_arrays, write_arrays
 from gdnjax.weights.placement import place, run_targets
 from gdnjax.weights.safetensors_format import NUMPY
@@ -72,7 +72,7 @@ def convert(
     source, target = pathlib.Path(src), pathlib.Path(dst)
     if not source.is_dir():
         raise CheckpointError(f"{source}: no such directory; it takes a checkpoint directory")
-    if _is_own(source) and to == "orbax":
+    if is_checkpoint(source) and to == "orbax":
         raise CheckpointError(f"{source} is in this format already; take to='safetensors', or copy it")
     if language_model_only:  # else config.json decides
         overrides["language_model_only"] = True
@@ -81,10 +81,6 @@ def convert(
         _to_orbax(source, target, config, progress)
     else:
         _to_safetensors(source, target, config, progress)
-
-
-def _is_own(directory: pathlib.Path) -> bool:
-    return (directory / MANIFEST).exists()
 
 
 def _to_orbax(source: pathlib.Path, target: pathlib.Path, config: Config, progress: Progress | None) -> None:
@@ -108,7 +104,7 @@ def _to_orbax(source: pathlib.Path, target: pathlib.Path, config: Config, progre
 
 
 def _to_safetensors(source: pathlib.Path, target: pathlib.Path, config: Config, progress: Progress | None) -> None:
-    if _is_own(source):
+    if is_checkpoint(source):
         manifest = _manifest(source, config)
         style, specs = manifest.values["name_style"], _specs(manifest.tensors)
         tensors = read_arrays(source / WEIGHTS, {name: manifest.tensors[name] for name, _, _ in specs})
