@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 
@@ -13,13 +14,20 @@ class ConfigError(ValueError):
     """A configuration that cannot work; the message names the key, its value and what it takes."""
 
 
-def check_types(config: Any) -> None:
-    """Checks every field against its annotation; `True` is not an integer, an integer is a float."""
+def check_types(config: Any, values: Mapping[str, Any] | None = None, where: str = "") -> None:
+    """Checks a dataclass's fields, or `values` for some of them, against their annotations.
+
+    `True` is no integer, an integer is a float.
+
+    Raises:
+        ConfigError: names the field, its value and what it takes, behind `where`.
+    """
     hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if not _matches(value, hints[field.name]):
-            raise ConfigError(f"{field.name} = {value!r}; it takes {_describe(hints[field.name])}")
+    if values is None:
+        values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for name, value in values.items():
+        if not _matches(value, hints[name]):
+            raise ConfigError(f"{where}{name} = {value!r}; it takes {_describe(hints[name])}")
 
 
 def _matches(value: Any, hint: Any) -> bool:

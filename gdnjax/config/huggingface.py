@@ -205,10 +205,11 @@ def _rope(text: Mapping[str, Any], source: str) -> dict[str, Any]:
             continue
         if not isinstance(inner, Mapping):
             raise ConfigError(f"{source}: {key} = {inner!r}; it takes an object")
+        for name in ("rope_type", "type"):
+            kind = inner.get(name, "default")
+            if kind != "default":
+                raise ConfigError(f"{source}: {key}.{name} = {kind!r}; scaled rope is not supported: 'default'")
         rope.update(inner)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"{source}: rope_type = {kind!r}; scaled rope is not supported, it takes 'default'")
     unknown = set(rope) - ROPE_KEYS
     if unknown:
         key = sorted(unknown)[0]

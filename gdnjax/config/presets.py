@@ -37,7 +37,11 @@ def from_yaml(path: pathlib.Path, **overrides: Any) -> Config:
     if size > MAX_YAML_BYTES:
         raise ConfigError(f"{path}: {size:,} bytes; a config file has at most {MAX_YAML_BYTES:,}")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        # A few lines of aliases can stand for more data than any memory holds.
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
+            raise ConfigError(f"{path}: uses YAML aliases (*name); write the values out")
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):

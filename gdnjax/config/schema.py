@@ -71,6 +71,10 @@ class Config:
     * `state_layout`: `in_place` (one recurrent slot a request) or `twin` (two: a decode step reads
       one and writes the other). Twin doubles the recurrent pool; the values are the same.
     * `state_dtype`: dtype of the recurrent state. bfloat16 halves it and rounds it at every step.
+    * `kernels`: `auto` takes Pallas kernels on a GPU and their references on CPU; `reference`, `pallas` and
+      `interpret` (kernels as plain JAX, for tests) force one. Sizes a kernel cannot take run the reference.
+    * `attention_pin`, `attention_segment`: decode attention cuts every row's keys into
+      attention_pin / attention_segment segments, of attention_segment keys at attention_pin keys.
     * `platform_overrides`: serving keys that differ by platform, applied by `for_platform`.
     """
 
@@ -104,6 +108,9 @@ class Config:
     prefill_tokens: int = 1024
     state_layout: Literal["in_place", "twin"] = "in_place"
     state_dtype: DType = "float32"
+    kernels: Literal["auto", "reference", "pallas", "interpret"] = "auto"
+    attention_pin: int = 4096
+    attention_segment: int = 256
     platform_overrides: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (("rocm", (("state_layout", "twin"),)),)
 
     generation: GenerationDefaults = GenerationDefaults()
@@ -113,6 +120,9 @@ class Config:
         check_types(self)
         _check_model(self)
         _check_serving(self)
+        for platform, overrides in self.platform_overrides:
+            # Their types only: whether a platform's sizes fit together is asked on that platform.
+            check_types(self, dict(overrides), f"platform_overrides.{platform}: ")
 
     # A config is part of the key of every jitted call. Comparing it to itself must not walk 30 fields.
     def __eq__(self, other: object) -> bool:
@@ -198,7 +208,8 @@ class Config:
 
 
 SERVING_KEYS = frozenset(
-    ("max_requests", "max_length", "kv_tokens", "page_size", "prefill_tokens", "state_layout", "state_dtype")
+    """max_requests max_length kv_tokens page_size prefill_tokens state_layout state_dtype kernels attention_pin
+    attention_segment""".split()
 )
 
 
@@ -310,6 +321,13 @@ def _check_serving(c: Config) -> None:
     )
     require(1 <= c.page_size <= 65536, "page_size", c.page_size, "an integer from 1 to 65,536")
     require(c.prefill_tokens >= 1, "prefill_tokens", c.prefill_tokens, "an integer >= 1")
+    require(c.attention_segment >= 1, "attention_segment", c.attention_segment, "an integer >= 1")
+    require(
+        c.attention_pin >= 1 and c.attention_pin % c.attention_segment == 0,
+        "attention_pin",
+        c.attention_pin,
+        f"a positive multiple of attention_segment = {c.attention_segment}",
+    )
     if c.kv_tokens is not None:
         require(
             c.kv_tokens >= c.page_size and c.kv_tokens % c.page_size == 0,

@@ -22,12 +22,12 @@ from gdnjax.model.layers import (
     run_layers,
 )
 from gdnjax.weights.declaration import Params
-from pallas_kernels.attention_prologue.reference import norm_and_rope, rope_table
+from pallas_kernels.attention_prologue.reference import norm_and_rope, rope_table, split_heads
 from pallas_kernels.causal_conv.reference import causal_conv_sequence
 from pallas_kernels.gated_delta_decode.reference import gates
 from pallas_kernels.gated_delta_prefill.reference import gated_delta_sequence
 from pallas_kernels.gated_rms_norm.reference import rms_norm
-from pallas_kernels.paged_attention.reference import causal_attention
+from pallas_kernels.paged_attention.reference import apply_gate, causal_attention
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +80,7 @@ def forward_hidden(params: Params, config: Config, tokens: jax.Array) -> tuple[j
             log_decays.append(g)
             betas.append(beta)
             states.append(state)
-            return gdn_output(p, out.astype(x.dtype), z, c)
+            return gdn_output(p, out.astype(x.dtype), z, c, "reference")
 
     def mix_attention(p: Any, x: jax.Array, _: int) -> jax.Array:
         out, k, v = _attention(p, x, c, cos, sin)
@@ -122,6 +122,9 @@ def _attention(
     p: Any, x: jax.Array, c: Config, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     with jax.named_scope("attention"):
-        q, gate, k, v = attention_project(p, x, c)
+        batch, length = x.shape[:2]
+        rows = [y.reshape(batch * length, -1) for y in attention_project(p, x)]
+        heads = split_heads(rows, c.num_key_value_heads, c.head_dim)
+        q, gate, k, v = (y.reshape(batch, length, *y.shape[1:]) for y in heads)
         q, k = norm_and_rope(q, k, p["q_norm"]["weight"], p["k_norm"]["weight"], cos, sin, c.rms_norm_eps)
-        return attention_output(p, causal_attention(q, k, v), gate), k, v
+        return attention_output(p, apply_gate(causal_attention(q, k, v), gate)), k, v

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from gdnjax.config import Config
 from gdnjax.weights.declaration import Params
-from pallas_kernels.gated_rms_norm.reference import gated_rms_norm, rms_norm
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gated_rms_norm import gated_rms_norm
+from pallas_kernels.gated_rms_norm.reference import rms_norm
 
 Mixer = Callable[[Any, jax.Array, int], jax.Array]
 """(the mixer's weights, x `[..., H]`, index among the layers of its kind) -> `[..., H]`."""
@@ -58,27 +60,20 @@ def gdn_heads(mixed: jax.Array, c: Config) -> tuple[jax.Array, jax.Array, jax.Ar
     return q, k, mixed[..., 2 * keys :].reshape(*lead, c.linear_num_value_heads, c.linear_value_head_dim)
 
 
-def gdn_output(p: Any, out: jax.Array, z: jax.Array, c: Config) -> jax.Array:
+def gdn_output(p: Any, out: jax.Array, z: jax.Array, c: Config, implementation: Implementation | None) -> jax.Array:
     """The rule's output `[..., Hv, dv]` (activation dtype) through the gated norm and out_proj."""
-    gated = gated_rms_norm(out, z.reshape(out.shape), p["norm"]["weight"], c.rms_norm_eps)
+    gated = gated_rms_norm(out, z.reshape(out.shape), p["norm"]["weight"], c.rms_norm_eps, implementation)
     return linear(gated.reshape(*z.shape[:-1], -1), p["out_proj"]["weight"])
 
 
-def attention_project(p: Any, x: jax.Array, c: Config) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """x `[..., H]` -> q and gate `[..., A, D]`, k and v `[..., G, D]`, before norms and rope."""
-    keys = c.num_key_value_heads * c.head_dim
-    parts = {"q_proj": 2 * c.num_attention_heads * c.head_dim, "k_proj": keys, "v_proj": keys}
-    q_gate, k, v = project(p, x, "qkv_proj", parts)
-    lead = x.shape[:-1]
-    # q and gate alternate per head, not in halves of the whole row
-    q_gate = q_gate.reshape(*lead, c.num_attention_heads, 2 * c.head_dim)
-    heads = (*lead, c.num_key_value_heads, c.head_dim)
-    return q_gate[..., : c.head_dim], q_gate[..., c.head_dim :], k.reshape(heads), v.reshape(heads)
+def attention_project(p: Any, x: jax.Array) -> list[jax.Array]:
+    """x `[..., H]` -> what `attention_prologue` takes: one packed product, or q with gate, k, v."""
+    names = ("qkv_proj",) if "qkv_proj" in p else ("q_proj", "k_proj", "v_proj")
+    return [linear(x, p[name]["weight"]) for name in names]
 
 
-def attention_output(p: Any, out: jax.Array, gate: jax.Array) -> jax.Array:
-    """Attention's output `[..., A, D]` float32, times sigmoid(gate), rounded once, through o_proj."""
-    gated = (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(gate.dtype)
+def attention_output(p: Any, gated: jax.Array) -> jax.Array:
+    """Attention's gated output `[..., A, D]` through o_proj."""
     return linear(gated.reshape(*gated.shape[:-2], -1), p["o_proj"]["weight"])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gdnjax.config import Config
 from gdnjax.model.layers import (
     attention_output,
     attention_project,
@@ -25,11 +26,14 @@ from gdnjax.model.layers import (
 from gdnjax.state.batch import Batch, segments_of
 from gdnjax.state.pytree import State
 from gdnjax.weights.declaration import Params
-from pallas_kernels.attention_prologue.reference import norm_and_rope, rope_table, write_kv
-from pallas_kernels.causal_conv.reference import causal_conv_decode, causal_conv_packed
-from pallas_kernels.gated_delta_decode.reference import gated_delta_decode
+from pallas_kernels.attention_prologue import attention_prologue
+from pallas_kernels.attention_prologue.reference import rope_table
+from pallas_kernels.causal_conv import causal_conv_decode, causal_conv_packed
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gated_delta_decode import gated_delta_decode
 from pallas_kernels.gated_delta_prefill.reference import gated_delta_prefill
-from pallas_kernels.paged_attention.reference import paged_attention_decode, paged_attention_packed
+from pallas_kernels.paged_attention import paged_attention_decode
+from pallas_kernels.paged_attention.reference import apply_gate, paged_attention_packed
 
 
 def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
@@ -55,25 +59,59 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
     pages = state.page_table[request]
     page = jnp.take_along_axis(pages, (position // c.page_size)[:, None], axis=1)[:, 0]
     kv_slot = _kv_slot(live, page, position, c.page_size)
+    length, has_state = jnp.where(live, position + 1, 0), position > 0
     cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
+    implementation = _implementation(c)
     recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
 
     def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
         mixed, z, b, a = gdn_project(p, x, c)
-        mixed, conv[layer] = causal_conv_decode(mixed, p["conv1d"]["weight"], conv[layer], batch.request + 1, position)
+        mixed, conv[layer] = causal_conv_decode(
+            mixed, p["conv1d"]["weight"], conv[layer], batch.request + 1, position, implementation
+        )
         q, k, v = gdn_heads(mixed, c)
         out, recurrent[layer] = gated_delta_decode(
-            q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], read_slot, write_slot, position > 0
+            q,
+            k,
+            v,
+            a,
+            b,
+            p["A_log"],
+            p["dt_bias"],
+            recurrent[layer],
+            read_slot,
+            write_slot,
+            has_state,
+            implementation,
         )
-        return gdn_output(p, out, z, c)
+        return gdn_output(p, out, z, c, implementation)
 
     def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        q, gate, k, v = attention_project(p, x, c)
-        q, k = norm_and_rope(q, k, p["q_norm"]["weight"], p["k_norm"]["weight"], cos, sin, c.rms_norm_eps)
-        keys[layer], values[layer] = write_kv(keys[layer], values[layer], k, v, kv_slot)
-        length = jnp.where(live, position + 1, 0)
-        out = paged_attention_decode(q, keys[layer], values[layer], pages, length, c.page_size)
-        return attention_output(p, out, gate)
+        norms = p["q_norm"]["weight"], p["k_norm"]["weight"]
+        q, gate, keys[layer], values[layer] = attention_prologue(
+            attention_project(p, x),
+            *norms,
+            cos,
+            sin,
+            kv_slot,
+            keys[layer],
+            values[layer],
+            c.rms_norm_eps,
+            implementation,
+        )
+        gated = paged_attention_decode(
+            q,
+            keys[layer],
+            values[layer],
+            pages,
+            length,
+            c.page_size,
+            gate,
+            c.attention_pin,
+            c.attention_segment,
+            implementation,
+        )
+        return attention_output(p, gated)
 
     hidden, _ = run_layers(params, c, embed(params, batch.tokens), mix_gdn, mix_attention)
     requests = jnp.where(live, batch.request, c.max_requests)
@@ -111,21 +149,33 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
     page = state.page_table[request, jnp.clip(position // c.page_size, 0, c.pages_per_request - 1)]
     kv_slot = _kv_slot(live & (position < c.max_length), page, position, c.page_size)
     cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
+    implementation = _implementation(c)
     recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
 
     def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
         mixed, z, b, a = gdn_project(p, x, c)
-        mixed, conv[layer] = causal_conv_packed(mixed, p["conv1d"]["weight"], conv[layer], segments, batch.request)
+        mixed, conv[layer] = causal_conv_packed(
+            mixed, p["conv1d"]["weight"], conv[layer], segments, batch.request, implementation
+        )
         q, k, v = gdn_heads(mixed, c)
         out, recurrent[layer] = gated_delta_prefill(q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments)
-        return gdn_output(p, out, z, c)
+        return gdn_output(p, out, z, c, implementation)
 
     def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        q, gate, k, v = attention_project(p, x, c)
-        q, k = norm_and_rope(q, k, p["q_norm"]["weight"], p["k_norm"]["weight"], cos, sin, c.rms_norm_eps)
-        keys[layer], values[layer] = write_kv(keys[layer], values[layer], k, v, kv_slot)
+        norms = p["q_norm"]["weight"], p["k_norm"]["weight"]
+        q, gate, keys[layer], values[layer] = attention_prologue(
+            attention_project(p, x),
+            *norms,
+            cos,
+            sin,
+            kv_slot,
+            keys[layer],
+            values[layer],
+            c.rms_norm_eps,
+            implementation,
+        )
         out = paged_attention_packed(q, keys[layer], values[layer], state.page_table, segments, c.page_size)
-        return attention_output(p, out, gate)
+        return attention_output(p, apply_gate(out, gate))
 
     hidden, _ = run_layers(params, c, embed(params, batch.tokens), mix_gdn, mix_attention)
     state = dataclasses.replace(
@@ -137,6 +187,10 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
         position=state.position + segments.length,
     )
     return head(params, _wanted(hidden, batch)), state
+
+
+def _implementation(config: Config) -> Implementation | None:
+    return None if config.kernels == "auto" else config.kernels
 
 
 def _kv_slot(live: jax.Array, page: jax.Array, position: jax.Array, page_size: int) -> jax.Array:

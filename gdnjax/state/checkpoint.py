@@ -28,8 +28,8 @@ _FOLDER = "state"
 
 # Nothing in the state depends on these: they may differ between the run that saved and the one that goes on.
 _FREE = frozenset(
-    """generation platform_overrides prefill_tokens initializer_range language_model_only tie_word_embeddings
-    mtp_num_hidden_layers max_position_embeddings""".split()
+    """generation platform_overrides prefill_tokens kernels attention_pin attention_segment initializer_range
+    language_model_only tie_word_embeddings mtp_num_hidden_layers max_position_embeddings""".split()
 )
 
 

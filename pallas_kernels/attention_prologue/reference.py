@@ -1,9 +1,12 @@
 """Per-head q and k norm, partial rope, and the write of k and v into the paged cache.
 
-Everything is float32 until q and k are rounded once.
+Everything is float32 until q and k are rounded once. `attention_prologue` is the whole of it in one
+operation; `norm_and_rope` and `write_kv` are its two halves.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -80,3 +83,48 @@ def write_kv(
     """
     target = jnp.where(slot >= 0, slot, keys.shape[0])
     return keys.at[target].set(k, mode="drop"), values.at[target].set(v, mode="drop")
+
+
+def split_heads(projections: Sequence[jax.Array], groups: int, dim: int) -> tuple[jax.Array, ...]:
+    """Projections (see `attention_prologue`) -> q, gate `[R, A, D]` and k, v `[R, G, D]`."""
+    size = groups * dim
+    if len(projections) == 1:
+        row = projections[0]
+        q_gate, k, v = row[:, : -2 * size], row[:, -2 * size : -size], row[:, -size:]
+    else:
+        q_gate, k, v = projections
+    rows = q_gate.shape[0]
+    # q and gate alternate per head, not in halves of the whole row
+    q_gate = q_gate.reshape(rows, -1, 2, dim)
+    return q_gate[:, :, 0], q_gate[:, :, 1], k.reshape(rows, groups, dim), v.reshape(rows, groups, dim)
+
+
+def attention_prologue(
+    projections: Sequence[jax.Array],
+    q_weight: jax.Array,
+    k_weight: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slot: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """From an attention layer's projections to what its attention reads.
+
+    Args:
+        projections: either one array `[R, (2 A + 2 G) D]`, a row being [q and gate alternating per head,
+            k, v], or three, `[R, 2 A D]`, `[R, G D]` and `[R, G D]`. The number of query heads A follows
+            from the width.
+        q_weight, k_weight: `[D]`, of the zero-centred norms.
+        cos, sin: `[R, rotary_dim / 2]` float32, see `rope_table`.
+        slot: `[R]` int32, the row's place in the caches; -1 stores nothing.
+        keys, values: `[kv_slots, G, D]` (donate them).
+        eps: added to the mean square.
+
+    Returns:
+        q `[R, A, D]` after norm and rope, gate `[R, A, D]` as projected, and the caches.
+    """
+    q, gate, k, v = split_heads(projections, *keys.shape[1:])
+    q, k = norm_and_rope(q, k, q_weight, k_weight, cos, sin, eps)
+    return q, gate, *write_kv(keys, values, k, v, slot)

@@ -269,7 +269,7 @@ REFUSED = [
     ({"mtp_use_dedicated_embeddings": True}, r"mtp_use_dedicated_embeddings = True; it takes False"),
     ({"mamba_ssm_dtype": "float16"}, r"mamba_ssm_dtype = 'float16'; it takes 'float32' or 'bfloat16'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type = 'yarn'; scaled rope is not supported"),
-    ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}}, r"rope_type = 'linear'; scaled"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}}, r"rope_scaling.type = 'linear'; scaled"),
     ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, r"unknown rope key 'factor' \(value 4.0\)"),
     ({"rope_parameters": [1]}, r"rope_parameters = \[1\]; it takes an object"),
     ({"dtype": "float16"}, r"dtype = 'float16'; it takes one of 'float32', 'bfloat16'"),
@@ -495,3 +495,23 @@ def test_any_override_gives_a_config_or_a_config_error(changes: dict) -> None:
     config_or_error(nested(), **changes)
     with contextlib.suppress(ConfigError):
         hash(from_dict(nested()).replace(**changes))
+
+
+def test_platform_overrides_are_checked_when_they_are_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"platform_overrides.rocm: state_layout = 'triple'; it takes one of"):
+        from_preset("tiny", platform_overrides={"rocm": {"state_layout": "triple"}})
+    with pytest.raises(ConfigError, match=r"platform_overrides.cpu: max_requests = \{\}; it takes an integer"):
+        from_preset("tiny", platform_overrides={"cpu": {"max_requests": {}}})
+
+
+def test_yaml_aliases_are_refused(tmp_path):
+    path = tmp_path / "bomb.yaml"
+    path.write_text("a: &a [1, 1]\nb: &b [*a, *a]\nunknown: [*b, *b]\n")
+    with pytest.raises(ConfigError, match="YAML aliases"):
+        from_yaml(path)
+
+
+def test_scaled_rope_in_the_older_key_is_not_hidden_by_the_newer_one():
+    rope = {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}}
+    with pytest.raises(ConfigError, match=r"rope_scaling.type = 'linear'; scaled rope is not supported"):
+        from_dict({**flat(), **rope})

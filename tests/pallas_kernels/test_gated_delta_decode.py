@@ -1,4 +1,5 @@
-"""The delta rule token by token: golden cases, slots, padding, and long runs against float64."""
+"""The delta rule token by token, by its reference and its kernel: golden cases, slots, padding, bits, and long
+runs against float64."""
 
 from __future__ import annotations
 
@@ -8,8 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.gated_delta_decode.reference import delta_update, gated_delta_decode, gates, l2norm, normalize_qk
+from gdnjax.config.presets import from_preset
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gated_delta_decode import DEFAULT_TILE, Tile, gated_delta_decode, shapes
+from pallas_kernels.gated_delta_decode.reference import delta_update, gates, l2norm, normalize_qk
+from pallas_kernels.triton_backend import Warps
 from tests.helpers import (
     DELTA_EXTREME,
     DELTA_OUT,
@@ -27,8 +34,13 @@ from tests.helpers import (
 
 CASES = sorted({key.split(".")[1] for key in components() if key.startswith("delta.")})
 
-decode = jax.jit(gated_delta_decode)
-donated_decode = jax.jit(gated_delta_decode, donate_argnames="pool")
+ON_GPU = jax.default_backend() != "cpu"
+KERNEL: Implementation = "pallas" if ON_GPU else "interpret"
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", KERNEL)
+both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+decode = jax.jit(gated_delta_decode, static_argnames=("implementation", "tile"))
+donated_decode = jax.jit(gated_delta_decode, static_argnames=("implementation", "tile"), donate_argnames="pool")
 
 
 def tolerances(g: np.ndarray) -> tuple[float, float]:
@@ -36,14 +48,14 @@ def tolerances(g: np.ndarray) -> tuple[float, float]:
     return (DELTA_EXTREME, DELTA_EXTREME) if g.min() <= -30 else (DELTA_OUT, DELTA_STATE)
 
 
-@functools.partial(jax.jit, static_argnames="keep")
-def walk(q, k, v, a, b, a_log, dt_bias, pool, slot, position, keep=True):
+@functools.partial(jax.jit, static_argnames=("implementation", "keep"))
+def walk(q, k, v, a, b, a_log, dt_bias, pool, slot, position, implementation, keep=True):
     """Decode steps over `[b, t, ...]` inputs, in place at `slot`; outputs, and the pool after every step
     (only after the last one if not `keep`)."""
 
     def step(carry, x):
         pool, position = carry
-        out, pool = gated_delta_decode(*x, a_log, dt_bias, pool, slot, slot, position > 0)
+        out, pool = gated_delta_decode(*x, a_log, dt_bias, pool, slot, slot, position > 0, implementation)
         return (pool, position + 1), (out, pool if keep else None)
 
     xs = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, a, b))
@@ -62,8 +74,9 @@ def test_the_float64_rule_of_these_tests_is_the_golden_one() -> None:
 
 
 @pytest.mark.newest
+@both
 @pytest.mark.parametrize("case", CASES)
-def test_golden_cases(case: str) -> None:
+def test_golden_cases(case: str, implementation: Implementation) -> None:
     x = {name: components()[f"delta.{case}.{name}"] for name in ("q", "k", "v", "g", "beta")}
     start = components().get(f"delta.{case}.initial_state")
     batch, _, heads, dv = x["v"].shape
@@ -72,7 +85,8 @@ def test_golden_cases(case: str) -> None:
     if start is not None:
         pool[slot] = start.swapaxes(-1, -2)
     position = np.full(batch, 0 if start is None else 7, np.int32)
-    out, pools = walk(x["q"], x["k"], x["v"], *raw_gates(x["g"], x["beta"]), pool, slot, position)
+    raw = raw_gates(x["g"], x["beta"])
+    out, pools = walk(x["q"], x["k"], x["v"], *raw, pool, slot, position, implementation)
     for_out, for_state = tolerances(x["g"])
     assert_close(out, components()[f"delta.{case}.f64_out"], for_out, "outputs")
     state = pools[-1][slot].swapaxes(-1, -2)
@@ -119,47 +133,97 @@ def test_scale_comes_after_the_norm() -> None:
     assert_close(q, np.asarray(k) / 4, 1e-7)
 
 
-@pytest.mark.parametrize(("ratio", "dk", "dv"), [(1, 12, 20), (2, 16, 24), (3, 20, 12), (4, 5, 7)])
-def test_head_ratios(ratio: int, dk: int, dv: int) -> None:
+@both
+@pytest.mark.parametrize(("ratio", "dk", "dv"), [(1, 16, 20), (2, 16, 24), (3, 32, 12), (4, 8, 7), (2, 12, 20)])
+def test_head_ratios(ratio: int, dk: int, dv: int, implementation: Implementation) -> None:
     x = random_delta_inputs(ratio, batch=3, length=9, key_heads=2, ratio=ratio, dk=dk, dv=dv)
     out, states = gated_delta_float64(**x)
     pool = np.full((5, 2 * ratio, dv, dk), np.nan, np.float32)
     slot = np.array([4, 1, 3], np.int32)
-    found, pools = walk(x["q"], x["k"], x["v"], *raw_gates(x["g"], x["beta"]), pool, slot, np.zeros(3, np.int32))
+    raw = raw_gates(x["g"], x["beta"])
+    found, pools = walk(x["q"], x["k"], x["v"], *raw, pool, slot, np.zeros(3, np.int32), implementation)
     assert_close(found, out, DELTA_OUT)
     for t in range(9):
         assert_close(pools[t][slot], states[:, t], DELTA_STATE, f"state after token {t}")
 
 
-# Slots and padding
+def random_step(seed: int, rows: int, shape: shapes.Shape, pool_dtype: jnp.dtype, slots: int) -> list[np.ndarray]:
+    """q, k, v, a, b, A_log, dt_bias and a pool. Made by numpy: each of JAX's would compile for each shape."""
+    rng, s = np.random.default_rng(seed), shape
+    key, heads = (rows, s.key_heads, s.key_dim), (rows, s.value_heads)
+    sizes = [key, key, (*heads, s.value_dim), heads, heads, heads[1:], heads[1:]]
+    pool = 0.3 * rng.normal(size=(slots, s.value_heads, s.value_dim, s.key_dim))
+    return [*(rng.normal(size=size).astype(np.float32) for size in sizes), pool.astype(pool_dtype)]
 
 
-def one_step(seed: int, rows: int, heads: int = 4) -> tuple[np.ndarray, ...]:
-    """q, k, v, a, b, A_log, dt_bias of one step: two value heads a key head, dk 12, dv 20."""
-    rng = np.random.default_rng(seed)
-    shapes = [(rows, heads // 2, 12), (rows, heads // 2, 12), (rows, heads, 20), (rows, heads), (rows, heads)]
-    return tuple(rng.normal(size=shape).astype(np.float32) for shape in [*shapes, (heads,), (heads,)])
+@both
+@pytest.mark.parametrize("pool_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+def test_real_head_sizes(ratio: int, pool_dtype: jnp.dtype, implementation: Implementation) -> None:
+    inputs = random_step(ratio, 2, shapes.Shape("", 1, ratio), pool_dtype, slots=6)
+    q, k, v, a, b, a_log, dt_bias, pool = inputs
+    read, write = np.array([4, 1], np.int32), np.array([2, 1], np.int32)
+    g, beta = gates(a, b, a_log, dt_bias)
+    one_token = (x[:, None] for x in (q, k, v, np.asarray(g), np.asarray(beta)))
+    expected, states = gated_delta_float64(*one_token, initial_state=pool[read].astype(np.float32))
+    out, after = decode(*inputs, read, write, np.ones(2, bool), implementation=implementation)
+    assert after.dtype == pool_dtype
+    assert_close(out, expected[:, 0], DELTA_OUT)
+    exact = states[:, 0].astype(np.float32)
+    if pool_dtype == jnp.float32:
+        assert_close(after[write], exact, DELTA_STATE)
+    else:
+        assert_rounded_once(after[write], exact, DELTA_STATE)
+    untouched = [0, 3, 4, 5]
+    assert_same_bits(np.asarray(after)[untouched], pool[untouched], "slots that no row writes")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("warps", [1, 2, 4, 8] if ON_GPU else [1])
+@pytest.mark.parametrize("strip", [8, 16, 32, 64, 128])
+def test_every_tile_gives_the_same_values(strip: int, warps: int, dtype: jnp.dtype) -> None:
+    inputs = random_step(1, 1, shapes.Shape("", 1, 2), jnp.float32, slots=3)
+    inputs[:5] = [x.astype(dtype) for x in inputs[:5]]
+    slots = (np.array([1], np.int32), np.array([2], np.int32), np.ones(1, bool))
+    expected, expected_pool = decode(*inputs, *slots, implementation="reference")
+    tile = Tile(strip, Warps(warps, warps), evict_first=strip != 16)
+    out, pool = decode(*inputs, *slots, implementation=KERNEL, tile=tile)
+    rounding = 0.0 if dtype == jnp.float32 else 2.0**-8 * float(jnp.abs(expected).max())
+    assert_close(out.astype(jnp.float32), expected.astype(jnp.float32), DELTA_OUT + rounding)
+    assert_close(pool, expected_pool, DELTA_STATE)
+
+
+# Slots and padding
+
+
+def one_step(seed: int, rows: int, heads: int = 4) -> list[np.ndarray]:
+    """q, k, v, a, b, A_log, dt_bias of one step: two value heads a key head, dk 16, dv 20."""
+    return random_step(seed, rows, shapes.Shape("", heads // 2, heads, 16, 20), jnp.float32, slots=1)[:-1]
+
+
+@both
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("twin", [False, True])
-def test_only_written_slots_change(twin: bool, dtype: jnp.dtype) -> None:
+def test_only_written_slots_change(twin: bool, dtype: jnp.dtype, implementation: Implementation) -> None:
     rng = np.random.default_rng(5)
-    pool = jnp.asarray(rng.normal(size=(11, 4, 20, 12)), dtype)
-    pool = pool.at[jnp.asarray([0, 9])].set(jnp.nan)  # sentinels: nothing may read or write them
+    pool = jnp.asarray(rng.normal(size=(11, 4, 20, 16)), dtype)
+    pool = pool.at[jnp.asarray([0, 1, 9])].set(jnp.nan)  # sentinels: nothing may read or write 0 and 9
     before = host_copy(pool)
     read = np.array([0, 3, 0, 7, 1, 0], np.int32)
     write = np.array([0, 4, 0, 8, 2, 0], np.int32) if twin else read
-    inputs = list(one_step(6, rows=6))
+    inputs = one_step(6, rows=6)
     for x in inputs[:5]:
         x[read == 0] = np.nan
-    out, pool = donated_decode(*inputs, pool, read, write, np.array([0, 1, 0, 1, 0, 0], bool))
+    has_state = np.array([0, 1, 0, 1, 0, 1], bool)
+    out, pool = donated_decode(*inputs, pool, read, write, has_state, implementation=implementation)
     untouched = np.setdiff1d(np.arange(11), write[write > 0])
     assert_same_bits(pool[untouched], before[untouched], "slots that no row writes")
     assert np.isfinite(np.asarray(pool[write[write > 0]], np.float32)).all()
     assert np.isfinite(np.asarray(out)[read > 0]).all()
+    if implementation != "reference":
+        assert_same_bits(np.asarray(out)[read == 0], np.zeros((3, 4, 20), np.float32), "padding rows")
 
-    # the values, and a row without state starting from zero although its slot holds something
+    # the values, and a row without state starting from zero although its slot holds NaN
     stored = np.where(np.array([1, 1, 0])[:, None, None, None], before[read[[1, 3, 4]]].astype(np.float32), 0.0)
     q, k = normalize_qk(*(jnp.repeat(x[[1, 3, 4]], 2, axis=1) for x in inputs[:2]))
     g, beta = gates(inputs[3], inputs[4], inputs[5], inputs[6])
@@ -171,36 +235,95 @@ def test_only_written_slots_change(twin: bool, dtype: jnp.dtype) -> None:
     assert_close(np.asarray(pool[write[[1, 3, 4]]], np.float32), state, tolerance)
 
 
-def test_row_does_not_depend_on_its_batch() -> None:
-    # The same compiled program: one row alone among padding, and eight rows together.
-    inputs = one_step(1, rows=8)
-    pool = np.random.default_rng(2).normal(size=(9, 4, 20, 12)).astype(np.float32)
-    slot = np.arange(1, 9, dtype=np.int32)
-    together, together_pool = decode(*inputs, pool, slot, slot, np.ones(8, bool))
-    for row in range(8):
-        alone = np.where(np.arange(8) == row, slot, 0)
-        out, after = decode(*inputs, pool, alone, alone, np.ones(8, bool))
-        assert_same_bits(out[row], together[row], f"row {row}")
-        assert_same_bits(after[slot[row]], together_pool[slot[row]], f"slot of row {row}")
+@both
+def test_row_does_not_depend_on_its_batch(implementation: Implementation) -> None:
+    # The same compiled program of 64 rows: all of them live, eight, and one alone among padding.
+    inputs = one_step(1, rows=64, heads=2)
+    pool = np.random.default_rng(2).normal(size=(65, 2, 20, 16)).astype(np.float32)
+    slot = np.arange(1, 65, dtype=np.int32)
+
+    def run(live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        slots = np.where(live, slot, 0)
+        out, after = decode(*inputs, pool, slots, slots, np.ones(64, bool), implementation=implementation)
+        return np.asarray(out), np.asarray(after)
+
+    together, together_pool = run(np.ones(64, bool))
+    eight, eight_pool = run(np.arange(64) % 8 == 3)
+    for row in (3, 11, 59):
+        alone, alone_pool = run(np.arange(64) == row)
+        for out, after in ((eight, eight_pool), (together, together_pool)):
+            assert_same_bits(alone[row], out[row], f"row {row}")
+            assert_same_bits(alone_pool[slot[row]], after[slot[row]], f"slot of row {row}")
 
 
-def test_layouts_agree_bit_for_bit() -> None:
+@both
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_layouts_agree_bit_for_bit_and_a_step_can_run_again(dtype: jnp.dtype, implementation: Implementation) -> None:
     inputs = one_step(3, rows=3)
-    state = np.random.default_rng(4).normal(size=(3, 4, 20, 12)).astype(np.float32)
-    in_place, twin = np.zeros((7, 4, 20, 12), np.float32), np.zeros((7, 4, 20, 12), np.float32)
-    slot = np.array([1, 3, 5], np.int32)
-    in_place[slot] = twin[slot] = state
-    out, in_place = decode(*inputs, in_place, slot, slot, np.ones(3, bool))
-    twin_out, twin = decode(*inputs, twin, slot, slot + 1, np.ones(3, bool))
+    state = jnp.asarray(np.random.default_rng(4).normal(size=(3, 4, 20, 16)), dtype)
+    slot, live = np.array([1, 3, 5], np.int32), np.ones(3, bool)
+    start = jnp.zeros((7, 4, 20, 16), dtype).at[slot].set(state)
+    out, in_place = decode(*inputs, start, slot, slot, live, implementation=implementation)
+    twin_out, twin = decode(*inputs, start, slot, slot + 1, live, implementation=implementation)
     assert_same_bits(twin_out, out)
     assert_same_bits(twin[slot + 1], in_place[slot])
     assert_same_bits(twin[slot], state, "the slot that was read")
+    # Until a commit the slot that was read is current: the same step again gives the same bits.
+    again_out, again = decode(*inputs, twin, slot, slot + 1, live, implementation=implementation)
+    assert_same_bits(again_out, out)
+    assert_same_bits(again, twin)
+
+
+@settings(max_examples=8)
+@given(
+    key_heads=st.integers(1, 3),
+    ratio=st.integers(1, 4),
+    dk=st.sampled_from([4, 16, 64]),
+    dv=st.sampled_from([1, 8, 20, 24, 64]),
+    strip=st.sampled_from([1, 8, 32]),
+    rows=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=4),
+    pool_dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    scale=st.sampled_from([1.0, 40.0]),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_gates_and_slots(
+    key_heads: int,
+    ratio: int,
+    dk: int,
+    dv: int,
+    strip: int,
+    rows: list[tuple[bool, bool, bool]],
+    pool_dtype: jnp.dtype,
+    scale: float,
+    seed: int,
+) -> None:
+    live, twin, has_state = np.array(rows, bool).T
+    slots = 2 * len(rows) + 3
+    inputs = random_step(seed, len(rows), shapes.Shape("", key_heads, key_heads * ratio, dk, dv), pool_dtype, slots)
+    inputs[3], inputs[4] = scale * inputs[3], scale * inputs[4]  # gates from nothing to all
+    order = 1 + np.random.default_rng(seed).permutation(slots - 1).astype(np.int32)
+    read = np.where(live, order[: len(rows)], 0)
+    write = np.where(live, np.where(twin, order[-len(rows) :], order[: len(rows)]), 0)
+    pool = inputs[-1]
+    pool[read[live & ~has_state]] = np.nan
+    expected, expected_pool = map(np.asarray, decode(*inputs, read, write, has_state, implementation="reference"))
+    tile = Tile(strip, DEFAULT_TILE.warps)
+    out, after = map(np.asarray, decode(*inputs, read, write, has_state, implementation=KERNEL, tile=tile))
+    written = write[live]
+    assert_close(out[live], expected[live], DELTA_OUT)
+    found, exact = after[written].astype(np.float64), expected_pool[written].astype(np.float64)
+    # Two bfloat16 states that round apart differ by one step.
+    step = 0.0 if pool_dtype == jnp.float32 else 2.0**-7
+    assert (np.abs(found - exact) <= DELTA_STATE + step * np.abs(exact)).all()
+    untouched = np.setdiff1d(np.arange(slots), written)
+    assert_same_bits(after[untouched], pool[untouched], "slots that no row writes")
 
 
 # Numerics
 
 
-def test_2048_steps_stay_near_float64() -> None:
+@both
+def test_2048_steps_stay_near_float64(implementation: Implementation) -> None:
     rng = np.random.default_rng(11)
     x = random_delta_inputs(11, batch=2, length=2048, key_heads=2, ratio=2, dk=16, dv=24)
     # memory from a few tokens to thousands, as A_log and dt_bias give it
@@ -212,7 +335,8 @@ def test_2048_steps_stay_near_float64() -> None:
 
     def errors(b: np.ndarray, dtype: jnp.dtype) -> tuple[float, float]:
         pool = jnp.zeros((3, 4, 24, 16), dtype)
-        found, pool = walk(x["q"], x["k"], x["v"], a, b, a_log, dt_bias, pool, slot, position, keep=False)
+        steps = (x["q"], x["k"], x["v"], a, b, a_log, dt_bias, pool, slot, position)
+        found, pool = walk(*steps, implementation, keep=False)
         assert pool.dtype == dtype
         return difference(found, out), difference(np.asarray(pool[slot], np.float32), states[:, -1])
 
@@ -228,13 +352,15 @@ def test_2048_steps_stay_near_float64() -> None:
     assert errors(b, jnp.bfloat16)[1] > 100 * DELTA_STATE
 
 
-def test_large_values_stay_finite_in_bfloat16() -> None:
+@both
+def test_large_values_stay_finite_in_bfloat16(implementation: Implementation) -> None:
     x = random_delta_inputs(3, batch=1, length=40, key_heads=1, ratio=2, dk=16, dv=24)
     half = {name: jnp.asarray(x[name], jnp.bfloat16) for name in "qk"}
     v = jnp.asarray(1e3 * x["v"], jnp.bfloat16)
     pool = jnp.zeros((2, 2, 24, 16))
     gates_in = raw_gates(x["g"], x["beta"])
-    out, pools = walk(half["q"], half["k"], v, *gates_in, pool, np.array([1], np.int32), np.zeros(1, np.int32))
+    slot, position = np.array([1], np.int32), np.zeros(1, np.int32)
+    out, pools = walk(half["q"], half["k"], v, *gates_in, pool, slot, position, implementation)
     assert out.dtype == jnp.bfloat16
     assert np.isfinite(np.asarray(out, np.float32)).all() and np.isfinite(np.asarray(pools)).all()
     exact, _ = gated_delta_float64(half["q"], half["k"], v, x["g"], x["beta"])
@@ -242,11 +368,65 @@ def test_large_values_stay_finite_in_bfloat16() -> None:
     assert_close(np.asarray(out, np.float32) / scale, exact / scale, 2.0**-8)
 
 
-def test_bfloat16_pool_rounds_only_what_it_stores() -> None:
+@both
+def test_bfloat16_pool_rounds_only_what_it_stores(implementation: Implementation) -> None:
     inputs = one_step(8, rows=2)
-    pool = jnp.asarray(np.random.default_rng(9).normal(size=(3, 4, 20, 12)), jnp.bfloat16)
+    pool = jnp.asarray(np.random.default_rng(9).normal(size=(3, 4, 20, 16)), jnp.bfloat16)
     slot = np.array([1, 2], np.int32)
-    out, after = decode(*inputs, pool, slot, slot, np.ones(2, bool))
-    exact_out, exact = decode(*inputs, pool.astype(jnp.float32), slot, slot, np.ones(2, bool))
+    out, after = decode(*inputs, pool, slot, slot, np.ones(2, bool), implementation=implementation)
+    exact_out, exact = decode(
+        *inputs, pool.astype(jnp.float32), slot, slot, np.ones(2, bool), implementation=implementation
+    )
     assert_close(out, exact_out, DELTA_OUT)
     assert_rounded_once(after, exact, DELTA_STATE)
+
+
+# The public function
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    names = "q k v a b a_log dt_bias pool read_slot write_slot has_state".split()
+    slot = np.arange(1, 4, dtype=np.int32)
+    values = [*random_step(0, 3, shapes.Shape("", 2, 4, 16, 8), jnp.float32, 4), slot, slot, np.ones(3, bool)]
+    arguments = dict(zip(names, values, strict=True))
+    wrong = {
+        "q": arguments["q"][:2],
+        "k": arguments["k"][..., :8],
+        "v": arguments["v"][:, :3],
+        "a": arguments["a"][:, :2],
+        "b": arguments["b"][:1],
+        "a_log": arguments["a_log"].astype(jnp.bfloat16),
+        "dt_bias": arguments["dt_bias"][:3],
+        "pool": arguments["pool"].astype(jnp.float16),
+        "read_slot": arguments["read_slot"].astype(jnp.float32),
+        "write_slot": arguments["write_slot"][:2],
+        "has_state": arguments["has_state"].astype(jnp.int32),
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=rf"\b{name}\b.*take"):
+            gated_delta_decode(**{**arguments, name: value})
+    with pytest.raises(ValueError, match="strip = 12"):
+        gated_delta_decode(**arguments, tile=Tile(12, Warps(1, 1)))
+    with pytest.raises(ValueError, match="implementation = 'cuda'"):
+        gated_delta_decode(**arguments, implementation="cuda")  # pyright: ignore[reportArgumentType]
+
+
+def test_shapes_of_the_benchmarks() -> None:
+    tiny = shapes.SHAPES[-1]
+    arguments = shapes.arguments(tiny, 3, jax.random.key(0), twin=True, spare=2)
+    expected, expected_pool = decode(*arguments, implementation="reference")
+    out, pool = decode(*arguments, implementation=KERNEL)
+    assert pool.shape[0] == 1 + 2 * 3 + 2
+    assert_close(out.astype(jnp.float32), expected.astype(jnp.float32), 2.0**-7 * float(jnp.abs(expected).max()))
+    assert_close(pool, expected_pool, DELTA_STATE)
+    assert len({0, *np.asarray(arguments[8]).tolist(), *np.asarray(arguments[9]).tolist()}) == 7
+
+    for shape in shapes.SHAPES:
+        if shape.name == "397B":
+            continue
+        c = from_preset(shape.name.lower())
+        dims = (c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+        assert dims == (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim), shape.name
+    assert {s.value_heads // s.key_heads for s in shapes.SHAPES} == {1, 2, 3, 4}
+    # 0.8B: 1 MiB of state a row and layer each way, and 4 * 2048 activations of 2 bytes
+    assert shapes.bytes_moved(shapes.SHAPES[0], 64) == 64 * (2 * 2**20 + 4 * 2048 * 2)

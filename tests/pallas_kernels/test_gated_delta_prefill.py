@@ -62,14 +62,14 @@ def test_sequence_golden_cases(case: str) -> None:
     x, start = golden_inputs(case)
     out, state = sequence(**x, initial_state=start)
     assert out.dtype == state.dtype == jnp.float32
+    # Under extreme gates too: decays are summed directly, where Hugging Face takes differences of sums.
+    assert_close(out, components()[f"delta.{case}.f64_out"], DELTA_OUT, "outputs")
+    assert_close(state.swapaxes(-1, -2), components()[f"delta.{case}.f64_state"], DELTA_STATE, "state")
     for_out, for_state = tolerances(x["g"])
-    assert_close(out, components()[f"delta.{case}.f64_out"], for_out, "outputs")
-    assert_close(state.swapaxes(-1, -2), components()[f"delta.{case}.f64_state"], for_state, "state")
     assert_close(out, components()[f"delta.{case}.chunk_out"], for_out, "outputs against the chunk path")
     assert_close(state.swapaxes(-1, -2), components()[f"delta.{case}.chunk_state"], for_state, "state against it")
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("case", CASES)
 def test_packed_golden_cases(case: str) -> None:
     x, start = golden_inputs(case)
@@ -143,17 +143,16 @@ STRONG = ["all decays -50", "same keys, no decay, beta 1", "nearly the same keys
 def test_strong_gates_and_equal_keys(kind: str) -> None:
     x = strong(kind, 130)
     out, states = gated_delta_float64(**x)
-    for_out, for_state = tolerances(x["g"])
     found, state = sequence(**x)
-    assert_close(found, out, for_out, "outputs")
-    assert_close(state, states[:, -1], for_state, "state")
+    assert_close(found, out, DELTA_OUT, "outputs")
+    assert_close(state, states[:, -1], DELTA_STATE, "state")
 
     a, b, a_log, dt_bias = raw_gates(x["g"], x["beta"])
     pool = np.full((2, 2, 20, 12), np.nan, np.float32)
     inputs = (x["q"][0], x["k"][0], x["v"][0], a[0], b[0], a_log, dt_bias)
     found, after = prefill(*inputs, pool, int_vectors([0], [130], [0], [1]))
-    assert_close(found, out[0], for_out, "packed outputs")
-    assert_close(after[1], states[0, -1], for_state, "packed state")
+    assert_close(found, out[0], DELTA_OUT, "packed outputs")
+    assert_close(after[1], states[0, -1], DELTA_STATE, "packed state")
 
 
 def test_inverse_unit_lower() -> None:

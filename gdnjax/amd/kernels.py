@@ -1,0 +1,119 @@
+"""Every kernel of `pallas_kernels` with the real shapes that it is compiled for: one table, `KERNELS`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gdnjax.amd.rules import Side
+from pallas_kernels import attention_prologue as prologue
+from pallas_kernels import causal_conv as conv
+from pallas_kernels import gated_delta_decode as decode
+from pallas_kernels import gated_rms_norm as norm
+from pallas_kernels import paged_attention as attention
+from pallas_kernels.attention_prologue import shapes as prologue_shapes
+from pallas_kernels.causal_conv import shapes as conv_shapes
+from pallas_kernels.gated_delta_decode import shapes as decode_shapes
+from pallas_kernels.gated_rms_norm import shapes as norm_shapes
+from pallas_kernels.paged_attention import shapes as attention_shapes
+
+EPS = 1e-6
+PAGE_SIZE = 64
+PREFILL_ROWS = 1024
+"""Rows of a prefill, whatever the number of decode rows: the default `prefill_tokens`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function that launches kernels, and the shapes of its arguments."""
+
+    shape: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An operation whose kernels are compiled.
+
+    * `side`: what its rule is, see `gdnjax.amd.rules`.
+    * `cases`: from the number of decode rows.
+    """
+
+    side: Side
+    cases: Callable[[int], Iterator[Case]]
+
+
+def shapes_of(function: Callable[[jax.Array], Any]) -> Any:
+    """The shapes of the arguments that `function` would make from a random key."""
+    return jax.eval_shape(function, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def _gated_delta_decode(rows: int) -> Iterator[Case]:
+    def run(*arguments: jax.Array) -> Any:
+        return decode.gated_delta_decode(*arguments, implementation="pallas")
+
+    for dtype, note in ((jnp.float32, ""), (jnp.bfloat16, ", bfloat16 state")):
+        for shape in decode_shapes.SHAPES:
+            arguments = shapes_of(
+                lambda key, s=shape, t=dtype: decode_shapes.arguments(s, rows, key, pool_dtype=t, twin=True)
+            )
+            yield Case(shape.name + note, run, arguments)
+
+
+def _causal_conv_decode(rows: int) -> Iterator[Case]:
+    def run(*arguments: jax.Array) -> Any:
+        return conv.causal_conv_decode(*arguments, implementation="pallas")
+
+    for shape in conv_shapes.SHAPES:
+        yield Case(shape.name, run, shapes_of(lambda key, s=shape: conv_shapes.arguments(s, rows, key)))
+
+
+def _causal_conv_packed(rows: int) -> Iterator[Case]:
+    def run(*arguments: Any) -> Any:
+        return conv.causal_conv_packed(*arguments, implementation="pallas")
+
+    lengths = [PREFILL_ROWS // 4] * 4
+    for shape in conv_shapes.SHAPES:
+        yield Case(shape.name, run, shapes_of(lambda key, s=shape: conv_shapes.packed_arguments(s, lengths, key)))
+
+
+def _gated_rms_norm(rows: int) -> Iterator[Case]:
+    def run(*arguments: jax.Array) -> Any:
+        return norm.gated_rms_norm(*arguments, EPS, implementation="pallas")
+
+    for shape in norm_shapes.SHAPES:
+        yield Case(shape.name, run, shapes_of(lambda key, s=shape: norm_shapes.arguments(s, rows, key)))
+
+
+def _attention_prologue(rows: int) -> Iterator[Case]:
+    def run(projections: jax.Array, *arguments: jax.Array) -> Any:
+        return prologue.attention_prologue([projections], *arguments, EPS, implementation="pallas")
+
+    for shape in prologue_shapes.SHAPES:
+        yield Case(shape.name, run, shapes_of(lambda key, s=shape: prologue_shapes.arguments(s, rows, key)))
+
+
+def _paged_attention(rows: int) -> Iterator[Case]:
+    def run(q: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array, length: jax.Array, gate: jax.Array):
+        return attention.paged_attention_decode(
+            q, keys, values, pages, length, PAGE_SIZE, gate, implementation="pallas"
+        )
+
+    for shape in attention_shapes.SHAPES:
+        arguments = shapes_of(lambda key, s=shape: attention_shapes.arguments(s, rows, key, page_size=PAGE_SIZE))
+        yield Case(shape.name, run, arguments)
+
+
+KERNELS: dict[str, Kernel] = {
+    "gated_delta_decode": Kernel("decode", _gated_delta_decode),
+    "causal_conv_decode": Kernel("decode", _causal_conv_decode),
+    "gated_rms_norm": Kernel("decode", _gated_rms_norm),
+    "attention_prologue": Kernel("decode", _attention_prologue),
+    "paged_attention": Kernel("decode", _paged_attention),
+    "causal_conv_packed": Kernel("prefill", _causal_conv_packed),
+}

@@ -1,0 +1,69 @@
+"""`gdnjax bench`: measurements on the device at hand, as ratios to a copy in the same run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from gdnjax.cli import add_json_flag, print_json
+from gdnjax.cli.source import add_platform, require_platform
+
+ROWS = (1, 4, 16, 64)
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("bench", help="measure on this device")
+    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    kernels = what.add_parser("kernels", help="every kernel against the bytes it must move")
+    state = what.add_parser("state", help="traffic of the recurrent state by layout; recommends one")
+    for command, run in ((kernels, run_kernels), (state, run_state)):
+        command.add_argument("--config", default="0.8b", metavar="NAME", help="shape from configs/ (0.8b)")
+        command.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="R", help="batch sizes")
+        add_platform(command)
+        add_json_flag(command)
+        command.set_defaults(run=run)
+
+
+def run_kernels(args: argparse.Namespace) -> int:
+    from gdnjax.bench.kernels import bench_kernels
+    from gdnjax.config import from_preset
+
+    config = _check(args, from_preset(args.config))
+    report = bench_kernels(config, tuple(args.rows))
+    if args.json:
+        print_json(report)
+        return 0
+    print(f"{report['device']}, copy {report['copy_bytes_per_second'] / 1e12:.2f} TB/s")
+    print(f"{'kernel':<28}{'rows':>5}{'us':>10}{'spread':>9}{'of copy':>9}")
+    for cell in report["cells"]:
+        print(f"{cell['kernel']:<28}{cell['rows']:>5}{cell['us']:>10}{cell['spread']:>9}{cell['of_copy']:>9}")
+    return 0
+
+
+def run_state(args: argparse.Namespace) -> int:
+    from gdnjax.bench.traffic import study
+    from gdnjax.config import from_preset
+
+    config = _check(args, from_preset(args.config))
+    report = study(config, tuple(args.rows))
+    if args.json:
+        print_json(report)
+        return 0
+    print(f"{report['device']}, copy {report['copy_bytes_per_second'] / 1e12:.2f} TB/s, floor {report['floor_us']} us")
+    names = list(report["cells"][0]["us"])
+    print(f"{'rows':>5}" + "".join(f"{name:>16}" for name in names))
+    for cell in report["cells"]:
+        print(f"{cell['rows']:>5}" + "".join(f"{cell['us'][n]:>9} ({cell['of_copy'][n]:.2f})" for n in names))
+    print(f"twin is {report['twin_gain']:+.1%} against in place: state_layout: {report['recommended_layout']}")
+    return 0
+
+
+def _check(args: argparse.Namespace, config: Any) -> Any:
+    require_platform(args)
+    from gdnjax.platform import current_platform
+
+    if current_platform() == "cpu":
+        raise RuntimeError("the benchmarks time compiled kernels, and this is a CPU; run them on a GPU")
+    if any(r < 1 for r in args.rows):
+        raise ValueError(f"--rows {args.rows}; it takes integers >= 1")
+    return config

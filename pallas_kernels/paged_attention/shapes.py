@@ -1,0 +1,58 @@
+"""Real sizes of decode attention, shared by tests and benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A query heads over G KV heads of D dimensions."""
+
+    name: str
+    heads: int
+    groups: int
+    dim: int = 256
+
+
+SHAPES = (
+    Shape("0.8B", 8, 2),
+    Shape("2B", 8, 2),
+    Shape("4B", 16, 4),
+    Shape("9B", 16, 4),
+    Shape("27B", 24, 4),
+    Shape("397B", 32, 2),
+    Shape("tiny", 4, 2, dim=64),
+)
+
+
+def arguments(
+    shape: Shape,
+    rows: int,
+    key: jax.Array,
+    length: int = 4096,
+    page_size: int = 64,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> tuple[jax.Array, ...]:
+    """(q, keys, values, pages, length, gate): every row sees `length` keys in shuffled pages of its own."""
+    keys = jax.random.split(key, 5)
+    table = -(-length // page_size)
+    pages = 1 + jax.random.permutation(keys[0], rows * table).reshape(rows, table).astype(jnp.int32)
+    cache = ((1 + rows * table) * page_size, shape.groups, shape.dim)
+    head = (rows, shape.heads, shape.dim)
+    return (
+        jax.random.normal(keys[1], head, dtype),
+        jax.random.normal(keys[2], cache, dtype),
+        jax.random.normal(keys[3], cache, dtype),
+        pages,
+        jnp.full((rows,), length, jnp.int32),
+        jax.random.normal(keys[4], head, dtype),
+    )
+
+
+def bytes_moved(shape: Shape, rows: int, length: int = 4096, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
+    """Bytes that must be read and written: keys and values, q, gate and the output."""
+    return (2 * length * shape.groups + 3 * shape.heads) * shape.dim * rows * jnp.dtype(dtype).itemsize
