@@ -2,6 +2,8 @@
 JAX_OLDEST := 0.10.2
 JAX_MIDDLE := 0.11.2
 JAX_NEWEST := 0.12.0
+# The AMD check takes the newest compiler that a Python at hand can install.
+JAX_AMD = $(if $(PYTHON_NEW),$(JAX_NEWEST),$(JAX_OLDEST))
 
 # The environment of every day: the oldest Python, hence the oldest JAX, so that nothing newer is used unawares.
 VENV := .venv
@@ -14,7 +16,7 @@ PYTEST = -m pytest -q -n 2
 PROMPT ?= It is a truth universally acknowledged, that
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-newest test-middle test-slow lint format types wheel clean
+.PHONY: help demo test test-all test-oldest test-newest test-middle test-slow lint format types amd-check wheel clean
 
 help:
 	@echo "make demo      install into $(VENV) and generate text with the shipped model"
@@ -23,6 +25,7 @@ help:
 	@echo "make lint      ruff check, ruff format --check"
 	@echo "make format    ruff format, and ruff's safe fixes"
 	@echo "make types     pyright"
+	@echo "make amd-check compile kernels and programs for AMD GPUs (needs gcc, no GPU)"
 	@echo "make wheel     build dist/*.whl"
 	@echo "make clean     remove environments, caches and build products"
 
@@ -69,11 +72,14 @@ test-newest test-middle:
 	@echo "no Python >= 3.12 found: $@ is left out"
 endif
 
+amd-check: .venv-amd/.stamp-amd-$(JAX_AMD)
+	.venv-amd/bin/gdnjax amd-check --arch gfx942,gfx1201
+
 wheel: $(VENV)/.stamp-dev-$(JAX_OLDEST)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf .venv .venv-newest .venv-middle build dist .whl .pytest_cache .ruff_cache .hypothesis .jax_cache
+	rm -rf .venv .venv-newest .venv-middle .venv-amd build dist .whl .pytest_cache .ruff_cache .hypothesis .jax_cache
 	find gdnjax pallas_kernels tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp stands for one set of installed requirements; it is out of date once pyproject.toml changes.
@@ -102,4 +108,9 @@ $(VENV)/.stamp-dev-$(JAX_OLDEST): pyproject.toml
 .venv-middle/.stamp-test-$(JAX_MIDDLE): pyproject.toml
 	$(call make_venv,.venv-middle,$(PYTHON_NEW))
 	.venv-middle/bin/python $(PIP_INSTALL) -e ".[test]" "jax==$(JAX_MIDDLE)"
+	@touch $@
+
+.venv-amd/.stamp-amd-$(JAX_AMD): pyproject.toml
+	$(call make_venv,.venv-amd,$(or $(PYTHON_NEW),$(PYTHON)))
+	.venv-amd/bin/python $(PIP_INSTALL) -e ".[amd]" "jax==$(JAX_AMD)" "jax-rocm7-pjrt==$(JAX_AMD)"
 	@touch $@

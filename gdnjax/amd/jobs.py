@@ -91,14 +91,17 @@ def run_jobs(
 def run_job(job: Job, environment: dict[str, str], timeout: float = TIMEOUT) -> Findings:
     """Runs one job in a process and reads what it found."""
     with tempfile.TemporaryDirectory() as folder:
-        results = pathlib.Path(folder) / "results"
+        results, log = pathlib.Path(folder) / "results", pathlib.Path(folder) / "log"
         results.touch()
         command = [sys.executable, "-m", "gdnjax.amd.worker", json.dumps(dataclasses.asdict(job)), str(results)]
-        try:
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-            problem = "" if ended.returncode == 0 else _describe(ended)
-        except subprocess.TimeoutExpired:
-            problem = f"did not end within {timeout:.0f} s"
+        with log.open("w+b") as stderr:
+            try:
+                ended = subprocess.run(
+                    command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, timeout=timeout
+                )
+                problem = _describe(ended.returncode, log)
+            except subprocess.TimeoutExpired:
+                problem = f"did not end within {timeout:.0f} s"
         findings = read_results(results.read_text(encoding="utf-8"))
     if problem:
         findings.failures.append(f"{job}: {problem}")
@@ -114,7 +117,10 @@ def read_results(text: str) -> Findings:
     return findings
 
 
-def _describe(ended: subprocess.CompletedProcess[str]) -> str:
-    last = ended.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-    how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
+def _describe(code: int, log: pathlib.Path) -> str:
+    """Why a process failed; empty if it didn't."""
+    if code == 0:
+        return ""
+    last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return f"the compiler's process ended with {how}: {last[0][:400]}"

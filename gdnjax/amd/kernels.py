@@ -83,8 +83,8 @@ def _causal_conv_packed(rows: int) -> Iterator[Case]:
 
 
 def _gated_rms_norm(rows: int) -> Iterator[Case]:
-    def run(*arguments: jax.Array) -> Any:
-        return norm.gated_rms_norm(*arguments, EPS, implementation="pallas")
+    def run(x: jax.Array, gate: jax.Array, weight: jax.Array) -> Any:
+        return norm.gated_rms_norm(x, gate, weight, EPS, implementation="pallas")
 
     for shape in norm_shapes.SHAPES:
         yield Case(shape.name, run, shapes_of(lambda key, s=shape: norm_shapes.arguments(s, rows, key)))
@@ -92,7 +92,7 @@ def _gated_rms_norm(rows: int) -> Iterator[Case]:
 
 def _attention_prologue(rows: int) -> Iterator[Case]:
     def run(projections: jax.Array, *arguments: jax.Array) -> Any:
-        return prologue.attention_prologue([projections], *arguments, EPS, implementation="pallas")
+        return prologue.attention_prologue([projections], *arguments, eps=EPS, implementation="pallas")
 
     for shape in prologue_shapes.SHAPES:
         yield Case(shape.name, run, shapes_of(lambda key, s=shape: prologue_shapes.arguments(s, rows, key)))

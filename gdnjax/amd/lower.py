@@ -23,8 +23,8 @@ class TritonKernel:
     num_warps: int
 
 
-def lower(function: Callable[..., Any], arguments: Sequence[Any], arch: str) -> ir.Module:
-    """The StableHLO of `function` lowered for a device of kind `arch`, as the launch helper sees it.
+def lower(function: Callable[..., Any], arguments: Sequence[Any], arch: str) -> Any:
+    """The StableHLO module of `function`, lowered for a device of kind `arch`.
 
     Args:
         function: takes the arguments by position.
@@ -34,10 +34,10 @@ def lower(function: Callable[..., Any], arguments: Sequence[Any], arch: str) -> 
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(arch, None, platform="gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("rocm",))
-    return lowered.compiler_ir()
+    return lowered.compiler_ir("stablehlo")
 
 
-def triton_kernels(module: ir.Module) -> list[TritonKernel]:
+def triton_kernels(module: Any) -> list[TritonKernel]:
     """Every Triton kernel of a lowered function, in order."""
     return [_read(operation) for operation in _operations(module.operation) if _is_triton_call(operation)]
 

@@ -21,7 +21,8 @@ WIDE_LOAD = re.compile(r"^\s*(?:global|buffer|flat)_load_(?:lds_)?(?:dwordx4|b12
 WIDE_STORE = re.compile(r"^\s*(?:global|buffer|flat)_store_(?:dwordx4|b128)\b", re.MULTILINE)
 
 OLD_HINTS = re.compile(
-    r"(?=(?: cacheModifier| evictionPolicy))(?: cacheModifier = (?P<cache>\w+))?(?: evictionPolicy = (?P<eviction>\w+))?"
+    r"(?= cacheModifier = | evictionPolicy = )"
+    r"(?: cacheModifier = (?P<cache>\w+))?(?: evictionPolicy = (?P<eviction>\w+))?"
 )
 
 

@@ -37,8 +37,7 @@ class Program:
 
 def serving_config(name: str, rows: int) -> Config:
     """The config of a preset as it is served on ROCm to `rows` requests, with the kernels in use."""
-    config = from_preset(name).for_platform("rocm").replace(max_requests=rows)
-    return config.replace(kernels="pallas") if hasattr(config, "kernels") else config
+    return from_preset(name).for_platform("rocm").replace(max_requests=rows, kernels="pallas")
 
 
 def _vector(size: int, dtype: Any = jnp.int32) -> Any:

@@ -37,7 +37,7 @@ def plugin_library() -> pathlib.Path:
 
 @functools.cache
 def _load() -> Any:
-    from jax._src.lib import xla_client
+    from jaxlib import xla_client
 
     plugin = xla_client.load_pjrt_plugin_dynamically("rocm", str(plugin_library()))
     xla_client.initialize_pjrt_plugin("rocm")
@@ -46,7 +46,7 @@ def _load() -> Any:
 
 def described_device(target: Target) -> Mesh:
     """A mesh of one device that can be compiled for and not run on."""
-    from jax._src.lib import xla_client
+    from jaxlib import xla_client
 
     topology = xla_client.make_c_api_device_topology(_load(), "", target_config=target.text_proto, topology="1x1x1")
     devices: Any = topology._make_compile_only_devices()  # pyright: ignore[reportAttributeAccessIssue]

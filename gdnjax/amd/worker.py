@@ -33,6 +33,7 @@ def compile_kernels(job: Job, report: Report) -> None:
     operation = KERNELS[job.name]
     for case in operation.cases(job.rows):
         where = f"{job.name}, {case.shape}, {job.arch}"
+        log = CompilerLog()
         # Whatever a compiler raises is a finding about this case, and the others are compiled all the same.
         try:
             kernels = triton_kernels(lower(case.function, case.arguments, job.arch))
@@ -46,7 +47,7 @@ def compile_kernels(job: Job, report: Report) -> None:
                 if broken := rules.spills(operation.side, row):
                     report("failure", broken)
         except Exception as error:
-            report("failure", f"{where}: does not build: {first_line(error)}")
+            report("failure", f"{where}: does not build: {log.explain(error)}")
 
 
 def compile_program(job: Job, report: Report) -> None:
@@ -60,6 +61,7 @@ def compile_program(job: Job, report: Report) -> None:
     with tempfile.TemporaryDirectory() as dump:
         # Read when XLA's compiler is loaded. Without command buffers every launch is a thunk of its own.
         os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_gpu_enable_command_buffer="
+        log = CompilerLog()
         try:
             compiled = rocm_compiler.compile_program(
                 program.function, program.arguments, program.static, TARGETS[job.arch]
@@ -67,7 +69,7 @@ def compile_program(job: Job, report: Report) -> None:
             (thunks,) = pathlib.Path(dump).glob(f"*.jit_{program.function.__name__}.thunk_sequence.txt")
             count = launches(thunks.read_text(), program.loop)
         except Exception as error:
-            report("failure", f"{job.name}, {job.config}, {job.arch}: does not compile: {first_line(error)}")
+            report("failure", f"{job.name}, {job.config}, {job.arch}: does not compile: {log.explain(error)}")
             return
     memory = compiled.memory_analysis()
     row = {
@@ -85,10 +87,21 @@ def compile_program(job: Job, report: Report) -> None:
         report("failure", broken)
 
 
-def first_line(error: Exception) -> str:
-    """`ValueError: what it says`, cut to one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:400]
+class CompilerLog:
+    """What the compilers print after this point: MLIR says what is wrong on stderr and raises without it."""
+
+    def __init__(self) -> None:
+        # The parent made stderr a file.
+        self._start = os.lseek(sys.stderr.fileno(), 0, os.SEEK_END)
+
+    def explain(self, error: Exception) -> str:
+        """The error in one line, with the first error that was printed."""
+        sys.stderr.flush()
+        size = os.lseek(sys.stderr.fileno(), 0, os.SEEK_END) - self._start
+        printed = os.pread(sys.stderr.fileno(), size, self._start).decode(errors="replace")
+        lines = [str(error).strip().partition("\n")[0]]
+        lines += [line.strip() for line in printed.splitlines() if "error:" in line][:1]
+        return f"{type(error).__name__}: {'; '.join(line for line in lines if line)}"[:600]
 
 
 def main(job: str, results: str) -> None:

@@ -1,9 +1,10 @@
 """Paged attention for one token a row: one launch over segments of the keys, one that combines them.
 
 A program of the first kernel takes one segment of one row and one KV head, for all query heads that share
-it, padded to at least 16 because that is the least a matrix unit takes. It leaves its unnormalised output with its maximum and
-sum, float32; a segment without keys leaves nothing, and the second kernel, which cuts the row in the same
-way, does not look at it.
+it, padded to at least 16, the least that a matrix unit takes. In float32, which most matrix units do not
+take without rounding, it takes one query head and multiplies and sums. It leaves its unnormalised output
+with its maximum and sum, float32; a segment without keys leaves nothing, and the second kernel, which cuts
+the row in the same way, does not look at it.
 """
 
 from __future__ import annotations
@@ -15,26 +16,28 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.paged_attention.reference import BLOCK, DEAD, HIGHEST, LOG2E, apply_gate, cut
+from pallas_kernels.paged_attention.reference import BLOCK, DEAD, LOG2E, apply_gate, cut
 from pallas_kernels.triton_backend import Warps, launch, load, store
 
 SEGMENT_WARPS = Warps(wave64=4, wave32=4)
 COMBINE_WARPS = Warps(wave64=4, wave32=4)
+PIECE = 128
+"""Dimensions of a key that enter one product: whole heads of 256 need more registers than gfx11 has."""
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """q `[heads, D]` times k `[keys, D]`: exact products, float32 sums."""
-    precision = HIGHEST if q.dtype == jnp.float32 else None
-    contract = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(q, k, contract, precision=precision, preferred_element_type=jnp.float32)
+    """q `[heads, D]` times k `[keys, D]` of one dtype: exact products, float32 sums."""
+    if q.dtype == jnp.float32:
+        return jnp.sum(q[:, None, :] * k[None, :, :], axis=2)
+    return jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Float32 weights in [0, 1] `[heads, keys]` times v `[keys, D]`."""
+    """Float32 weights in [0, 1] `[heads, keys]` times v `[keys, D]`, float32."""
     if v.dtype == jnp.float32:
-        return jnp.dot(weights, v, precision=HIGHEST)
-    # Two bfloat16 parts carry 17 bits of a weight. The first is rounded on its bits, because a
-    # compiler may drop a conversion there and back.
+        return jnp.sum(weights[:, :, None] * v[None, :, :], axis=1)
+    # Two bfloat16 parts carry 17 bits of a weight. The first is rounded on its bits, because a compiler
+    # may drop a conversion there and back.
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     rounded = jax.lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
     high, low = rounded.astype(v.dtype), (weights - rounded).astype(v.dtype)
@@ -51,26 +54,28 @@ def _segment(
     peaks: Any,
     totals: Any,
     *,
-    shared: int,
+    taken: int,
     padded: int,
     page_size: int,
     segments: int,
 ) -> None:
-    groups, dim = keys.shape[1:]
-    # KV heads of a row next to each other: their keys lie side by side in memory.
-    row, group = jax.lax.div(pl.program_id(0), groups), jax.lax.rem(pl.program_id(0), groups)
+    """`taken` query heads a program, in blocks of `padded`."""
+    all_heads, dim = q_ref.shape[1:]
+    # Programs of a row lie next to each other, as their keys do in memory.
+    parts = all_heads // taken
+    row, part = jax.lax.div(pl.program_id(0), parts), jax.lax.rem(pl.program_id(0), parts)
+    group = jax.lax.div(part * taken, all_heads // keys.shape[1])
     segment = pl.program_id(1)
     length = jnp.minimum(lengths[row], pages.shape[1] * page_size)
     blocks, width = cut(length, segments)
     first = segment * width
     dtype = jnp.promote_types(q_ref.dtype, keys.dtype)
+    pieces = [(start, min(PIECE, dim)) for start in range(0, dim, PIECE)]
 
     @pl.when(first < blocks)
     def _() -> None:
-        heads = pl.ds(group * shared, padded)
-        real = jnp.arange(padded) < shared
-        import os
-        PIECE = min(dim, int(os.environ.get("PIECE", "64")))
+        heads = pl.ds(part * taken, padded)
+        real = jnp.arange(padded) < taken
 
         def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, peak, total = carry
@@ -80,23 +85,24 @@ def _segment(
                 page = pages[row, jax.lax.div(block * BLOCK, page_size)]
             else:
                 page = pages[row, jax.lax.div(jnp.where(live, key, 0), page_size)]
-            # Dead keys of a page read that page: a legal place, whose contents are selected away.
+            # Dead keys read the page all the same: a legal place, whose contents are selected away.
             slot = page * page_size + jax.lax.rem(key, page_size)
-            # Values first: keys go into the product at once, and what is loaded behind them waits for that.
+            dead = jnp.zeros((), dtype)
+            # Everything is under way before anything is waited for: the compiler moves what a product takes
+            # to just behind its load, but for what a select holds back. (So keys are selected, too.)
             v = values[slot, group, :].astype(dtype)
-            ks = [keys[slot, group, pl.ds(o, PIECE)].astype(dtype) for o in range(0, dim, PIECE)]
-            if os.environ.get("SEL"):
-                ks = [jnp.where(live[:, None], k, jnp.zeros((), dtype)) for k in ks]
-            sc = 0.0
-            for o, k in zip(range(0, dim, PIECE), ks):
-                q = load(q_ref.at[row, heads, pl.ds(o, PIECE)], mask=real[:, None], other=0.0, volatile=bool(os.environ.get("VOL"))).astype(dtype)
-                sc = sc + _scores(q, k)
-            scores = jnp.where(live[None, :], sc * (dim**-0.5 * LOG2E), DEAD)
-            v = jnp.where(live[:, None], v, jnp.zeros((), dtype))
+            loaded = [keys[slot, group, pl.ds(*piece)].astype(dtype) for piece in pieces]
+            scores = jnp.zeros((padded, BLOCK), jnp.float32)
+            for piece, k in zip(pieces, loaded, strict=True):
+                # Volatile, or q would move out of the loop and fill the registers.
+                q = load(q_ref.at[row, heads, pl.ds(*piece)], mask=real[:, None], other=0.0, volatile=True)
+                scores += _scores(q.astype(dtype), jnp.where(live[:, None], k, dead))
+            scores = jnp.where(live[None, :], scores * (dim**-0.5 * LOG2E), DEAD)
             higher = jnp.maximum(peak, jnp.max(scores, axis=1))
             weights = jnp.exp2(scores - higher[:, None])
             shrink = jnp.exp2(peak - higher)
-            return acc * shrink[:, None] + _weigh(weights, v), higher, total * shrink + jnp.sum(weights, axis=1)
+            acc = acc * shrink[:, None] + _weigh(weights, jnp.where(live[:, None], v, dead))
+            return acc, higher, total * shrink + jnp.sum(weights, axis=1)
 
         empty = (
             jnp.zeros((padded, dim), jnp.float32),
@@ -138,21 +144,17 @@ def paged_attention_decode(
     """See `paged_attention_segmented` in the reference; D, page_size and the segments must be powers of two."""
     rows, heads, dim = q.shape
     groups, segments = keys.shape[1], attention_pin // attention_segment
-    shared = heads // groups
     capacity = pages.shape[1] * page_size
     partial = jax.ShapeDtypeStruct((rows, segments, heads), jnp.float32)
     read = rows * min(capacity, attention_pin)  # keys, as far as one can tell without the lengths
+    exact = jnp.promote_types(q.dtype, keys.dtype) == jnp.float32
+    taken = 1 if exact else heads // groups
+    padded = 1 if exact else max(16, pl.next_power_of_2(taken))
     parts = launch(
-        functools.partial(
-            _segment,
-            shared=shared,
-            padded=max(16, pl.next_power_of_2(shared)),
-            page_size=page_size,
-            segments=segments,
-        ),
+        functools.partial(_segment, taken=taken, padded=padded, page_size=page_size, segments=segments),
         [q, keys, values, pages, length],
         name="attention_segment",
-        grid=(rows * groups, segments),
+        grid=(rows * (heads // taken), segments),
         out_shape=[jax.ShapeDtypeStruct((*partial.shape, dim), jnp.float32), partial, partial],
         warps=SEGMENT_WARPS,
         cost=pl.CostEstimate(
