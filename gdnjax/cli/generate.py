@@ -47,6 +47,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.chat is None and (args.system is not None or args.thinking is not None):
         raise UsageError("--system and --thinking shape a chat; give them with --chat")
+    check_usage(args)
     ids = read_ids(args.ids) if args.ids is not None else None
     lm = load_model(args, args.seed)
     prompt = ids if ids is not None else _encode(lm, args)
@@ -88,6 +89,27 @@ def run(args: argparse.Namespace) -> int:
     counts = f"{result.prompt_tokens} prompt tokens, {len(result.tokens)} new ({result.finish_reason})"
     print(f"{counts}, {seconds:.1f} s{speed}", file=sys.stderr)
     return 0
+
+
+def check_usage(args: argparse.Namespace) -> None:
+    """Refuses, before anything is loaded, values that cannot work.
+
+    Raises:
+        UsageError: names the option, its value and what it takes.
+    """
+    from gdnjax.config import ConfigError
+    from gdnjax.generation.sampling import SamplingParams
+
+    if args.config is not None and args.ids is None:
+        raise UsageError(f"--config {args.config} has random weights and no tokenizer; give token ids with --ids")
+    if args.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {args.max_new_tokens}: it takes an integer >= 1")
+    names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty".split()
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    try:
+        SamplingParams(**given)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
 
 
 class Printer:

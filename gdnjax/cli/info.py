@@ -8,6 +8,7 @@ from typing import Any
 
 from gdnjax.cli import UsageError, add_json_flag, print_json
 from gdnjax.cli.source import read_config
+from gdnjax.config.checks import PLATFORMS
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -22,6 +23,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
     parser.add_argument("--state-layout", choices=("in_place", "twin"), help="layout that --memory counts with")
     parser.add_argument("--max-length", type=int, metavar="N", help="length that --memory gives every request")
+    parser.add_argument("--platform", choices=PLATFORMS, help="count with this platform's overrides")
     add_json_flag(parser)
     parser.set_defaults(run=run)
 
@@ -32,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.model is None) == (args.config is None):
         raise UsageError("it takes a MODEL or --config NAME")
     config = read_config(args.model, args.config)
+    config = config if args.platform is None else config.for_platform(args.platform)
     changes: dict[str, Any] = {
         k: v for k in ("dtype", "state_layout", "max_length") if (v := getattr(args, k)) is not None
     }
@@ -55,12 +58,13 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
+    layout = config.state_layout
     rows = [
         ("parameters", f"{costs.parameters:,}"),
         ("weights", f"{format_bytes(costs.weight_bytes)} ({config.dtype})"),
         *((f"state a request, {k}", format_bytes(v)) for k, v in costs.bytes_per_request.items()),
         ("KV cache a token", format_bytes(costs.bytes_per_kv_token)),
-        ("max_requests" if args.memory is None else f"requests that fit in {args.memory}", f"{requests:,}"),
+        ("max_requests" if args.memory is None else f"requests that fit in {args.memory}", f"{requests:,} ({layout})"),
         ("kv_tokens" if args.memory is None else f"KV tokens that fit in {args.memory}", f"{kv_tokens:,}"),
     ]
     width = max(len(name) for name, _ in rows)

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 
+PLATFORMS = ("rocm", "cuda", "cpu")
+
+
 class ConfigError(ValueError):
     """A configuration that cannot work; the message names the key, its value and what it takes."""
 

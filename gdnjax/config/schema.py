@@ -11,11 +11,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from gdnjax.config.checks import ConfigError, check_types, require
+from gdnjax.config.checks import PLATFORMS, ConfigError, check_types, require
 
 DType = Literal["float32", "bfloat16"]
 LayerType = Literal["linear_attention", "full_attention"]
-PLATFORMS = ("rocm", "cuda", "cpu")
 
 # Keys that name something this project knows of and does not do yet. A value that switches the
 # feature off is harmless and accepted; anything else must not be dropped in silence.
@@ -71,8 +70,8 @@ class Config:
     * `state_layout`: `in_place` (one recurrent slot a request) or `twin` (two: a decode step reads
       one and writes the other). Twin doubles the recurrent pool; the values are the same.
     * `state_dtype`: dtype of the recurrent state. bfloat16 halves it and rounds it at every step.
-    * `kernels`: `auto` takes Pallas kernels on a GPU and their references on CPU; `reference`, `pallas` and
-      `interpret` (kernels as plain JAX, for tests) force one. Sizes a kernel cannot take run the reference.
+    * `kernels`: `reference` (plain JAX), `pallas`, or `interpret` (kernels as plain JAX, for tests). Sizes that
+      a kernel cannot take run the reference.
     * `attention_pin`, `attention_segment`: decode attention cuts every row's keys into
       attention_pin / attention_segment segments, of attention_segment keys at attention_pin keys.
     * `platform_overrides`: serving keys that differ by platform, applied by `for_platform`.
@@ -108,7 +107,7 @@ class Config:
     prefill_tokens: int = 1024
     state_layout: Literal["in_place", "twin"] = "in_place"
     state_dtype: DType = "float32"
-    kernels: Literal["auto", "reference", "pallas", "interpret"] = "auto"
+    kernels: Literal["reference", "pallas", "interpret"] = "reference"
     attention_pin: int = 4096
     attention_segment: int = 256
     platform_overrides: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (("rocm", (("state_layout", "twin"),)),)

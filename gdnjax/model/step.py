@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gdnjax.config import Config
 from gdnjax.model.layers import (
     attention_output,
     attention_project,
@@ -29,7 +28,6 @@ from gdnjax.weights.declaration import Params
 from pallas_kernels.attention_prologue import attention_prologue
 from pallas_kernels.attention_prologue.reference import rope_table
 from pallas_kernels.causal_conv import causal_conv_decode, causal_conv_packed
-from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_delta_decode import gated_delta_decode
 from pallas_kernels.gated_delta_prefill.reference import gated_delta_prefill
 from pallas_kernels.paged_attention import paged_attention_decode
@@ -61,7 +59,7 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
     kv_slot = _kv_slot(live, page, position, c.page_size)
     length, has_state = jnp.where(live, position + 1, 0), position > 0
     cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
-    implementation = _implementation(c)
+    implementation = c.kernels
     recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
 
     def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
@@ -149,7 +147,7 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
     page = state.page_table[request, jnp.clip(position // c.page_size, 0, c.pages_per_request - 1)]
     kv_slot = _kv_slot(live & (position < c.max_length), page, position, c.page_size)
     cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
-    implementation = _implementation(c)
+    implementation = c.kernels
     recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
 
     def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
@@ -187,10 +185,6 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
         position=state.position + segments.length,
     )
     return head(params, _wanted(hidden, batch)), state
-
-
-def _implementation(config: Config) -> Implementation | None:
-    return None if config.kernels == "auto" else config.kernels
 
 
 def _kv_slot(live: jax.Array, page: jax.Array, position: jax.Array, page_size: int) -> jax.Array:

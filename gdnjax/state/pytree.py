@@ -147,7 +147,8 @@ def commit(state: State) -> State:
 def conv_window(state: State, layer: int, request: int) -> jax.Array:
     """The last W inputs of a GDN layer's convolution, oldest first, `[C, W]` as Hugging Face keeps them.
 
-    `layer` counts GDN layers (0 is the first of them).
+    `layer` counts GDN layers (0 is the first of them). Of a committed state: a step that is pending has
+    already written its input over the oldest column.
     """
     ring = state.conv[layer]
     row, position = jnp.asarray([request + 1]), state.position[request][None]

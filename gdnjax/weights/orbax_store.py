@@ -71,6 +71,10 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, LazyArray | jax.Array]
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args))
+    # Orbax notes there which folder it wrote, a temporary one on the machine that ran it.
+    note = path / "commit_success.txt"
+    if note.exists():
+        note.write_text("Checkpoint commit was successful.\n", encoding="utf-8")
 
 
 def stored_arrays(path: pathlib.Path) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:

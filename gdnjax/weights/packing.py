@@ -27,12 +27,15 @@ def pack(params: Params, config: Config, mesh: Mesh | None = None) -> Params:
 
     Args:
         params: the unpacked pytree.
-        config: its config; only the number of layers is read.
+        config: its config.
         mesh: must be None or have one device: a packed row order for several shards is not there yet.
 
     Raises:
-        ValueError: a mesh of more than one device.
+        ValueError: a mesh of more than one device, or params of another config.
     """
+    layers = len(params["model"]["layers"])
+    if layers != config.num_hidden_layers:
+        raise ValueError(f"params have {layers} layers; the config has num_hidden_layers = {config.num_hidden_layers}")
     if mesh is not None and mesh.size > 1:
         raise ValueError(f"mesh has {mesh.size} devices; packed weights take a mesh of one (use the unpacked params)")
     packed = dict(params)

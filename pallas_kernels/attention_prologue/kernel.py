@@ -26,9 +26,7 @@ Write = Callable[[int, int, jax.Array], None]
 """(offset, size, float32 piece)."""
 
 
-def _norm_and_turn(
-    read: Read, write: Write, weight: Any, cos: jax.Array, sin: jax.Array, dim: int, eps: float
-) -> None:
+def _norm_and_turn(read: Read, write: Write, weight: Any, cos: jax.Array, sin: jax.Array, dim: int, eps: float) -> None:
     """Zero-centred norm of one head, then rope on its first 2 * cos.shape[0] dimensions, all in float32.
 
     `weight` is the norm's weight, a ref or an array `[D]`.
@@ -187,7 +185,7 @@ def write_kv(
     keys: jax.Array, values: jax.Array, k: jax.Array, v: jax.Array, slot: jax.Array, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See the reference; D must be a power of two."""
-    rows, groups, dim = k.shape
+    rows, groups, _ = k.shape
     keys, values = launch(
         _write_kv,
         [k, v, slot, keys, values],

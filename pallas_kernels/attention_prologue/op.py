@@ -136,9 +136,7 @@ def _check_caches(keys: jax.Array, values: jax.Array) -> tuple[int, int]:
     return keys.shape[1], keys.shape[2]
 
 
-def _check_norms(
-    q_weight: jax.Array, k_weight: jax.Array, cos: jax.Array, sin: jax.Array, rows: int, dim: int
-) -> None:
+def _check_norms(q_weight: jax.Array, k_weight: jax.Array, cos: jax.Array, sin: jax.Array, rows: int, dim: int) -> None:
     _check("q_weight", q_weight, (dim,), q_weight.dtype)
     _check("k_weight", k_weight, (dim,), k_weight.dtype)
     if cos.ndim != 2 or not 1 <= cos.shape[1] <= dim // 2:

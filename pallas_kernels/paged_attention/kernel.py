@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.paged_attention.reference import BLOCK, DEAD, LOG2E, apply_gate, cut
-from pallas_kernels.triton_backend import Warps, launch, load, store
+from pallas_kernels.triton_backend import Warps, device_kind, launch, load, store
 
 SEGMENT_WARPS = Warps(wave64=4, wave32=4)
 COMBINE_WARPS = Warps(wave64=4, wave32=4)
@@ -58,8 +58,9 @@ def _segment(
     padded: int,
     page_size: int,
     segments: int,
+    read_again: bool,
 ) -> None:
-    """`taken` query heads a program, in blocks of `padded`."""
+    """`taken` query heads a program, in blocks of `padded`; `read_again`: q is loaded for every block of keys."""
     all_heads, dim = q_ref.shape[1:]
     # Programs of a row lie next to each other, as their keys do in memory.
     parts = all_heads // taken
@@ -74,7 +75,7 @@ def _segment(
 
     @pl.when(first < blocks)
     def _() -> None:
-        heads = pl.ds(part * taken, padded)
+        heads = part * taken
         real = jnp.arange(padded) < taken
 
         def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -94,8 +95,9 @@ def _segment(
             loaded = [keys[slot, group, pl.ds(*piece)].astype(dtype) for piece in pieces]
             scores = jnp.zeros((padded, BLOCK), jnp.float32)
             for piece, k in zip(pieces, loaded, strict=True):
-                # Volatile, or q would move out of the loop and fill the registers.
-                q = load(q_ref.at[row, heads, pl.ds(*piece)], mask=real[:, None], other=0.0, volatile=True)
+                # block >= 0, which compilers don't know: to them the address changes.
+                start = heads + jnp.minimum(block, 0) if read_again else heads
+                q = load(q_ref.at[row, pl.ds(start, padded), pl.ds(*piece)], mask=real[:, None], other=0.0)
                 scores += _scores(q.astype(dtype), jnp.where(live[:, None], k, dead))
             scores = jnp.where(live[None, :], scores * (dim**-0.5 * LOG2E), DEAD)
             higher = jnp.maximum(peak, jnp.max(scores, axis=1))
@@ -110,9 +112,9 @@ def _segment(
             jnp.zeros((padded,), jnp.float32),
         )
         acc, peak, total = jax.lax.fori_loop(first, jnp.minimum(first + width, blocks), body, empty)
-        store(out.at[row, segment, heads, :], acc, mask=real[:, None])
-        store(peaks.at[row, segment, heads], peak, mask=real)
-        store(totals.at[row, segment, heads], total, mask=real)
+        store(out.at[row, segment, pl.ds(heads, padded), :], acc, mask=real[:, None])
+        store(peaks.at[row, segment, pl.ds(heads, padded)], peak, mask=real)
+        store(totals.at[row, segment, pl.ds(heads, padded)], total, mask=real)
 
 
 def _combine(lengths: Any, parts: Any, peaks: Any, totals: Any, *rest: Any, capacity: int) -> None:
@@ -150,8 +152,13 @@ def paged_attention_decode(
     exact = jnp.promote_types(q.dtype, keys.dtype) == jnp.float32
     taken = 1 if exact else heads // groups
     padded = 1 if exact else max(16, pl.next_power_of_2(taken))
+    # AMD's matrix units take operands from registers, where q would stay for the whole loop; NVIDIA's read
+    # them from shared memory.
+    read_again = device_kind().lower().startswith("gfx")
     parts = launch(
-        functools.partial(_segment, taken=taken, padded=padded, page_size=page_size, segments=segments),
+        functools.partial(
+            _segment, taken=taken, padded=padded, page_size=page_size, segments=segments, read_again=read_again
+        ),
         [q, keys, values, pages, length],
         name="attention_segment",
         grid=(rows * (heads // taken), segments),

@@ -119,7 +119,7 @@ def paged_attention_segmented(
     precision = HIGHEST if q.dtype == jnp.float32 else None
     q_groups = q.reshape(rows, groups, heads // groups, dim)
     length = jnp.minimum(length, pages.shape[1] * page_size)
-    blocks, width = cut(length, segments)
+    _, width = cut(length, segments)
     first = jnp.arange(segments) * width[:, None]
 
     def body(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

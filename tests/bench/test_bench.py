@@ -1,0 +1,56 @@
+"""The benchmarks' logic on CPU: what is called and counted, not how fast it is."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gdnjax.bench import kernels, timing, traffic
+from gdnjax.cli import main
+from gdnjax.config import from_preset
+
+
+@pytest.mark.parametrize("mode", traffic.MODES)
+def test_traffic_moves_what_it_says(mode):
+    pool = jax.random.normal(jax.random.key(0), (7, 2, 32, 16))
+    slots = traffic.slot_pairs(3, twin=mode == "twin")
+    sums, moved = traffic.move(pool, slots, mode, interpret=True)
+    expected = np.array(pool)
+    for read, write in np.asarray(slots):
+        if mode == "write":
+            expected[write] = 1.0
+        elif mode != "read":
+            expected[write] = np.asarray(pool)[read] + 1.0
+    np.testing.assert_array_equal(moved, expected)
+    if mode == "read":
+        np.testing.assert_allclose(sums, (np.asarray(pool)[np.asarray(slots)[:, 0]] + 1).sum(-1), rtol=1e-5)
+
+
+def test_time_loop_runs_every_body_and_passes_constants():
+    seen = timing.time_loop(lambda x, c: x + c, jnp.zeros(()), jnp.ones(()), calls=2, iterations=3, repetitions=2)
+    assert seen.seconds > 0
+
+
+def test_every_case_runs_and_counts_its_bytes():
+    config = from_preset("tiny")
+    names = set()
+    for case in kernels.cases(config, 2):
+        mutable, constant = case.make(jax.random.key(1))
+        new, out = case.call(mutable, constant)
+        assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, mutable)
+        assert case.moved > 0 and jax.tree.leaves(out)
+        names.add(case.kernel.split()[0])
+    assert names == {
+        "gated_delta_decode",
+        "causal_conv_decode",
+        "gated_rms_norm",
+        "attention_prologue",
+        "paged_attention",
+    }
+
+
+def test_a_cpu_is_refused(capsys):
+    assert main(["bench", "kernels"]) == 1
+    assert "this is a CPU" in capsys.readouterr().err
