@@ -27,6 +27,8 @@ KEYS = 4096
 """Keys that every row of the attention benchmark sees."""
 WORKING_SET = 2**28
 """Bytes that a rotation over copies of the operands should pass, so that no cache holds them."""
+LEAST_CALLS = 16
+"""Calls in one turn of the loop: a turn costs some 10 us of its own, which they share."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +131,16 @@ def time_case(case: Case, bandwidth: float) -> dict[str, Any]:
         jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(case.call, m, k)[1]) for m, k in operands
     )
 
+    rounds = -(-LEAST_CALLS // copies)
+
     # Outputs are carried along, unread: no call can be dropped, and none costs a kernel beside its own.
     def body(carry: Any, constant: Any) -> Any:
-        results = [case.call(m, k) for m, k in zip(carry[0], constant, strict=True)]
-        return tuple(zip(*results, strict=True))
+        for _ in range(rounds):
+            results = [case.call(m, k) for m, k in zip(carry[0], constant, strict=True)]
+            carry = tuple(zip(*results, strict=True))
+        return carry
 
-    timing = time_loop(body, (mutable, outs), constant, calls=copies)
+    timing = time_loop(body, (mutable, outs), constant, calls=copies * rounds)
     return {
         "kernel": case.kernel,
         "rows": case.rows,
