@@ -9,7 +9,6 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
-
 PLATFORMS = ("rocm", "cuda", "cpu")
 
 

@@ -2,9 +2,9 @@
 
 What makes the ring safe: **whoever writes a segment's ring is the only one to read it.** A program owns a
 block of channels of one segment's ring: it computes the first K - 1 rows of the segment, which alone look
-back into the ring, and writes the segment's last W inputs after that. Rows further in need nothing but inputs; programs of their own take them in tiles, in the same launch. Decoding is
-the first of these with one row, and both kernels call `_head_row`, so one token gives the same bits on
-either path.
+back into the ring, and writes the segment's last W inputs after that. Rows further in need nothing but
+inputs; programs of their own take them in tiles, in the same launch. Decoding is the first of these with one
+row, and both kernels call `_head_row`, so one token gives the same bits on either path.
 """
 
 from __future__ import annotations
