@@ -12,7 +12,9 @@ THUNK = re.compile(r"^(\s*)\d+: (k\w+)")
 # Kinds that hold other thunks, or wait for one: nothing is launched by themselves.
 CONTAINERS = {"kWhile", "kConditional", "kSequential", "kCommandBuffer", "kAsyncDone", "kCopyDone", "kWaitForStreams"}
 
-RESULT = re.compile(r" = \(?\w+\[([\d,]*)\]\S* ([\w-]+)\(")
+# An instruction: its result, an array or a tuple, and its operation.
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][\w-]*)\(", re.MULTILINE)
+ARRAY = re.compile(r"\w\[([\d,]*)\]")
 # What may have a pool's size without writing a whole pool: handing it on, and updates in place. A fusion
 # counts by what stands inside it, and a custom call is a kernel.
 HARMLESS = {
@@ -49,7 +51,8 @@ def whole_array_writes(hlo: str, sizes: Set[int]) -> Counter[str]:
     """Operations, by name, that write a whole array of one of these element counts: copies, and what
     amounts to one (a conversion, a select over the pool)."""
     found: Counter[str] = Counter()
-    for dims, operation in RESULT.findall(hlo):
-        if operation not in HARMLESS and math.prod(int(n) for n in dims.split(",") if n) in sizes:
+    for result, operation in INSTRUCTION.findall(hlo):
+        arrays = (math.prod(int(n) for n in dims.split(",") if n) for dims in ARRAY.findall(result))
+        if operation not in HARMLESS and any(size in sizes for size in arrays):
             found[operation] += 1
     return found

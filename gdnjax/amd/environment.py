@@ -42,7 +42,7 @@ def prepare() -> dict[str, str]:
 def missing() -> list[str]:
     """What to install, one sentence each; empty if nothing is missing."""
     problems = []
-    jax = importlib.metadata.version("jax")
+    jax = _version("jax") or ""
     plugin, triton = _version(PLUGIN_PACKAGE), _version("triton")
     if plugin is None or triton is None:
         absent = [name for name, found in ((PLUGIN_PACKAGE, plugin), ("triton", triton)) if found is None]

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from gdnjax.amd.rules import Side
 from pallas_kernels import attention_prologue as prologue
 from pallas_kernels import causal_conv as conv
-from pallas_kernels import gated_delta_decode as decode
+from pallas_kernels import gated_delta_decode as delta_decode
+from pallas_kernels import gated_delta_prefill as delta_prefill
 from pallas_kernels import gated_rms_norm as norm
 from pallas_kernels import paged_attention as attention
 from pallas_kernels.attention_prologue import shapes as prologue_shapes
 from pallas_kernels.causal_conv import shapes as conv_shapes
 from pallas_kernels.gated_delta_decode import shapes as decode_shapes
+from pallas_kernels.gated_delta_prefill import shapes as prefill_shapes
 from pallas_kernels.gated_rms_norm import shapes as norm_shapes
 from pallas_kernels.paged_attention import shapes as attention_shapes
 
@@ -25,6 +27,9 @@ EPS = 1e-6
 PAGE_SIZE = 64
 PREFILL_ROWS = 1024
 """Rows of a prefill, whatever the number of decode rows: the default `prefill_tokens`."""
+PREFILL_LENGTHS = [PREFILL_ROWS // 4] * 4
+STATES = ((jnp.float32, ""), (jnp.bfloat16, ", bf16 state"))
+"""Dtypes of the recurrent pool, and what they add to a shape's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +60,9 @@ def shapes_of(function: Callable[[jax.Array], Any]) -> Any:
 
 def _gated_delta_decode(rows: int) -> Iterator[Case]:
     def run(*arguments: jax.Array) -> Any:
-        return decode.gated_delta_decode(*arguments, implementation="pallas")
+        return delta_decode.gated_delta_decode(*arguments, implementation="pallas")
 
-    for dtype, note in ((jnp.float32, ""), (jnp.bfloat16, ", bfloat16 state")):
+    for dtype, note in STATES:
         for shape in decode_shapes.SHAPES:
             arguments = shapes_of(
                 lambda key, s=shape, t=dtype: decode_shapes.arguments(s, rows, key, pool_dtype=t, twin=True)
@@ -77,9 +82,9 @@ def _causal_conv_packed(rows: int) -> Iterator[Case]:
     def run(*arguments: Any) -> Any:
         return conv.causal_conv_packed(*arguments, implementation="pallas")
 
-    lengths = [PREFILL_ROWS // 4] * 4
     for shape in conv_shapes.SHAPES:
-        yield Case(shape.name, run, shapes_of(lambda key, s=shape: conv_shapes.packed_arguments(s, lengths, key)))
+        arguments = shapes_of(lambda key, s=shape: conv_shapes.packed_arguments(s, PREFILL_LENGTHS, key))
+        yield Case(shape.name, run, arguments)
 
 
 def _gated_rms_norm(rows: int) -> Iterator[Case]:
@@ -109,6 +114,18 @@ def _paged_attention(rows: int) -> Iterator[Case]:
         yield Case(shape.name, run, arguments)
 
 
+def _gated_delta_prefill(rows: int) -> Iterator[Case]:
+    def run(*arguments: Any) -> Any:
+        return delta_prefill.gated_delta_prefill(*arguments, implementation="pallas")
+
+    for dtype, note in STATES:
+        for shape in prefill_shapes.SHAPES:
+            arguments = shapes_of(
+                lambda key, s=shape, t=dtype: prefill_shapes.packed_arguments(s, PREFILL_LENGTHS, key, pool_dtype=t)
+            )
+            yield Case(shape.name + note, run, arguments)
+
+
 KERNELS: dict[str, Kernel] = {
     "gated_delta_decode": Kernel("decode", _gated_delta_decode),
     "causal_conv_decode": Kernel("decode", _causal_conv_decode),
@@ -116,4 +133,5 @@ KERNELS: dict[str, Kernel] = {
     "attention_prologue": Kernel("decode", _attention_prologue),
     "paged_attention": Kernel("decode", _paged_attention),
     "causal_conv_packed": Kernel("prefill", _causal_conv_packed),
+    "gated_delta_prefill": Kernel("prefill", _gated_delta_prefill),
 }

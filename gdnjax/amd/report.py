@@ -44,7 +44,16 @@ def merged(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for row in kernels:
         groups.setdefault(tuple((k, v) for k, v in row.items() if k != "shape"), []).append(row["shape"])
-    return [{**dict(key), "shape": " / ".join(shapes)} for key, shapes in groups.items()]
+    return [{**dict(key), "shape": _join(shapes)} for key, shapes in groups.items()]
+
+
+def _join(shapes: list[str]) -> str:
+    """`0.8B 9B; bf16 state: 9B` of `0.8B`, `9B` and `9B, bf16 state`."""
+    models: dict[str, list[str]] = {}
+    for shape in shapes:
+        model, _, variant = shape.partition(", ")
+        models.setdefault(variant, []).append(model)
+    return "; ".join(f"{variant}: {' '.join(m)}" if variant else " ".join(m) for variant, m in models.items())
 
 
 def _text(key: str, value: Any) -> str:

@@ -1,125 +1,146 @@
-"""The two kernels that need no state: what a chunk contributes, for every chunk and head at once.
+"""The kernels that need no state: what every chunk and head contributes, all at once.
 
-The first builds the triangular matrices of a chunk, the second inverts one of them.
+`build` makes the triangular matrices of a chunk, `solve` inverts one of them. Formulas: see the reference.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gated_delta_decode.reference import L2_EPS, gates
-from pallas_kernels.gated_delta_prefill.products import COLUMNS, ROWS, pieces, product
+from pallas_kernels.gated_delta_prefill.products import COLUMNS, ROWS, column_parts, product, stored_pieces
 from pallas_kernels.segments import CHUNK
 from pallas_kernels.triton_backend import load, store
 
-PART = 64
-
 BLOCK = 16
-"""Rows of the blocks by which the triangular matrix is inverted: the smallest that matrix units take."""
+"""Size of the blocks by which a matrix is inverted: the smallest that matrix units take."""
 
-RECALL, READ, WRITE, BETA = range(4)
-"""Rows of a chunk's scales: of k before the state, of q before the state, of what is written, and beta."""
-
-
-def store_pieces(ref, index: tuple, value: jax.Array) -> None:
-    """Stores a float32 matrix at `index` as the ref's leading axis has it: whole, or as two pieces."""
-    for number, piece in enumerate((value,) if ref.shape[0] == 1 else pieces(value)):
-        ref[(number, *index)] = piece
+FROM_START_K, FROM_START_Q, TO_END_K, BETA = range(4)
+"""Scales of a chunk's rows: exp(c) / |k|, exp(c) / (|q| sqrt(dk)), exp(c_last - c) / |k|, and beta."""
 
 
-def _squares(x: jax.Array) -> jax.Array:
-    x = x.astype(jnp.float32)
-    return jnp.sum(x * x, axis=1)
+def build(
+    chunks: Any,
+    owned: Any,
+    q: Any,
+    k: Any,
+    a: Any,
+    b: Any,
+    a_log: Any,
+    dt_bias: Any,
+    m: Any,
+    attend: Any,
+    scales: Any,
+    total: Any,
+    out: Any,
+) -> None:
+    """Program (value head, chunk): M, (q k^T) * L, the scales of the chunk's rows, and its whole decay.
 
+    q and k enter their products as they came and their norms are scales of rows and columns, so that
+    bfloat16 products are exact. What a row's segment leaves of the 64 rows acts as zeros.
 
-def build_kernel(
-    chunks, owned, q_ref, k_ref, a_ref, b_ref, a_log, dt_bias, m_ref, attend_ref, scales_ref, total_ref, out_ref, *, rows
-):
-    """Program (chunk, value head): M, (q k^T) L and the scales of the chunk's rows.
-
-    q and k stay as they came, their norms are scales of rows and columns: bfloat16 products are exact.
-    The same program clears rows [64 n, 64 n + 64) of the output where they belong to no segment.
+    The same program clears the output on rows [64 n, 64 n + 64) as far as they belong to no segment.
     """
-    n, head = pl.program_id(0), pl.program_id(1)
-    key_head = head // (m_ref.shape[1] // k_ref.shape[1])
+    head, n = pl.program_id(0), pl.program_id(1)
+    key_head = head // (out.shape[1] // k.shape[1])
     within = jax.lax.iota(jnp.int32, CHUNK)
 
-    row = n * CHUNK + within
-    unowned = load(owned.at[pl.ds(n * CHUNK, CHUNK)], mask=row < rows, other=1) == 0
-    zeros = jnp.zeros((CHUNK, out_ref.shape[2]), out_ref.dtype)
-    store(out_ref.at[pl.ds(n * CHUNK, CHUNK), head, :], zeros, mask=unowned[:, None])
+    span = pl.ds(n * CHUNK, CHUNK)
+    unowned = load(owned.at[span], mask=n * CHUNK + within < owned.shape[0], other=1) == 0
+    store(out.at[span, head, :], jnp.zeros((CHUNK, out.shape[2]), out.dtype), mask=unowned[:, None])
 
     start, count = chunks[n, 0], chunks[n, 1]
 
     @pl.when(count > 0)
-    def _():
+    def _() -> None:
         live = within < count
         span = pl.ds(start, CHUNK)
-        a = load(a_ref.at[span, head], mask=live, other=0.0)
-        b = load(b_ref.at[span, head], mask=live, other=0.0)
-        g, beta = gates(a, b, a_log[head], dt_bias[head])
-        g, beta = jnp.where(live, g, 0.0), jnp.where(live, beta, 0.0)
 
+        def part(ref: Any, columns: Any) -> jax.Array:
+            return load(ref.at[span, key_head, columns], mask=live[:, None], other=0.0)
+
+        g, beta = gates(
+            load(a.at[span, head], mask=live, other=0.0),
+            load(b.at[span, head], mask=live, other=0.0),
+            a_log[head],
+            dt_bias[head],
+        )
+        g, beta = jnp.where(live, g, 0.0), jnp.where(live, beta, 0.0)
         i = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 0)
         j = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1)
-        # [t, j]: g_t where t > j; its running sum over t is the log decay from j to i, without a difference
+        # [t, j]: g_t where t > j; its running sum over t is the log decay from j to i, and no difference
         after = jnp.where(i > j, g[:, None], 0.0)
         decay = jnp.where(i >= j, jnp.exp(jnp.cumsum(after, axis=0)), 0.0)
         from_start = jnp.exp(jnp.sum(jnp.where(j <= i, g[None, :], 0.0), axis=1))
         to_end = jnp.exp(jnp.sum(after, axis=0))
-        total_ref[n, head] = jnp.exp(jnp.sum(g))
-        scales_ref[n, head, BETA] = beta
+        total[n, head] = jnp.exp(jnp.sum(g))
+        scales[n, head, BETA] = beta
 
-        def part(ref, columns):
-            return load(ref.at[span, key_head, columns], mask=live[:, None], other=0.0)
-
-        parts = [pl.ds(first, PART) for first in range(0, k_ref.shape[2], PART)]
-        m, squares = 0.0, 0.0
+        # Each matrix is stored before the next one's operands are loaded: fewer values live at once.
+        parts = column_parts(k)
+        matrix, squares = jnp.zeros((CHUNK, CHUNK), jnp.float32), jnp.zeros((CHUNK,), jnp.float32)
         for columns in parts:
-            k = part(k_ref, columns)
-            m = m + product(k, k, (COLUMNS, COLUMNS))
-            squares = squares + _squares(k)
+            k_part = part(k, columns)
+            matrix += product(k_part, k_part, (COLUMNS, COLUMNS))
+            squares += _sum_of_squares(k_part)
         k_scale = jax.lax.rsqrt(squares + L2_EPS)
         decay = decay * k_scale[None, :]
-        m = m * decay * (beta * k_scale)[:, None]
-        m_ref[n, head] = jnp.where(i > j, m, 0.0)
-        scales_ref[n, head, RECALL] = from_start * k_scale
-        scales_ref[n, head, WRITE] = to_end * k_scale
+        m[n, head] = jnp.where(i > j, matrix * decay * (beta * k_scale)[:, None], 0.0)
+        scales[n, head, FROM_START_K] = from_start * k_scale
+        scales[n, head, TO_END_K] = to_end * k_scale
 
-        attend, squares = 0.0, 0.0
+        matrix, squares = jnp.zeros((CHUNK, CHUNK), jnp.float32), jnp.zeros((CHUNK,), jnp.float32)
         for columns in parts:
-            q = part(q_ref, columns)
-            attend = attend + product(q, part(k_ref, columns), (COLUMNS, COLUMNS))
-            squares = squares + _squares(q)
-        q_scale = jax.lax.rsqrt(squares + L2_EPS) * k_ref.shape[2] ** -0.5
-        store_pieces(attend_ref, (n, head), attend * decay * q_scale[:, None])
-        scales_ref[n, head, READ] = from_start * q_scale
+            q_part = part(q, columns)
+            matrix += product(q_part, part(k, columns), (COLUMNS, COLUMNS))
+            squares += _sum_of_squares(q_part)
+        q_scale = jax.lax.rsqrt(squares + L2_EPS) * q.shape[2] ** -0.5
+        for number, piece in enumerate(stored_pieces(matrix * decay * q_scale[:, None], attend)):
+            attend[number, n, head] = piece
+        scales[n, head, FROM_START_Q] = from_start * q_scale
 
 
-def solve_kernel(chunks, m_ref, scales_ref, solve_ref):
-    """Program (chunk, value head): T = (I + M)^-1 with beta folded into its columns.
+def solve(chunks: Any, m: Any, scales: Any, inverse: Any) -> None:
+    """Program (value head, chunk): T = (I + M)^-1 with beta folded into its columns.
 
-    By blocks of 16, since a loaded matrix cannot be cut: T_ii by halves as in the reference, then
-    T_ij = -T_ii (sum of M_ik T_kj over j <= k < i), nearest diagonals first.
+    In blocks, since what is loaded cannot be cut: T_ii by halves as in the reference, and down each column
+    T_ij = -T_ii (sum of M_ik T_kj over j <= k < i).
     """
-    n, head = pl.program_id(0), pl.program_id(1)
+    head, n = pl.program_id(0), pl.program_id(1)
+    count = CHUNK // BLOCK
+    span = [pl.ds(index * BLOCK, BLOCK) for index in range(count)]
 
+    def put(i: int, j: int, block: jax.Array) -> None:
+        block = block * scales[n, head, BETA, span[j]][None, :]
+        for number, piece in enumerate(stored_pieces(block, inverse)):
+            inverse[number, n, head, span[i], span[j]] = piece
+
+    # Stored one by one: a store keeps the loads behind it behind it, and so the live registers few.
     @pl.when(chunks[n, 1] > 0)
-    def _():
-        count = CHUNK // BLOCK
-        span = [pl.ds(index * BLOCK, BLOCK) for index in range(count)]
-        diagonal = [_inverse_of_block(m_ref[n, head, span[i], span[i]]) for i in range(count)]
+    def _() -> None:
+        diagonal: list[jax.Array] = []
+        for i in range(count):
+            diagonal.append(_inverse_of_block(m[n, head, span[i], span[i]]))
+            put(i, i, diagonal[i])
         for j in range(count):
-            beta = scales_ref[n, head, BETA, span[j]][None, :]
+            for i in range(j):
+                put(i, j, jnp.zeros((BLOCK, BLOCK), jnp.float32))
             column = {j: diagonal[j]}
-            for i in range(count):
-                if i > j:
-                    known = sum(product(m_ref[n, head, span[i], span[k]], column[k], (COLUMNS, ROWS)) for k in range(j, i))
-                    column[i] = -product(diagonal[i], known, (COLUMNS, ROWS))
-                block = column[i] * beta if i >= j else jnp.zeros((BLOCK, BLOCK), jnp.float32)
-                store_pieces(solve_ref, (n, head, span[i], span[j]), block)
+            for i in range(j + 1, count):
+                known = jnp.zeros((BLOCK, BLOCK), jnp.float32)
+                for k in range(j, i):
+                    known += product(m[n, head, span[i], span[k]], column[k], (COLUMNS, ROWS))
+                column[i] = -product(diagonal[i], known, (COLUMNS, ROWS))
+                put(i, j, column[i])
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return jnp.sum(x * x, axis=1)
 
 
 def _inverse_of_block(m: jax.Array) -> jax.Array:

@@ -1,34 +1,38 @@
-"""The gated delta rule over packed rows as three kernels; see the reference for the formulas.
+"""The gated delta rule over packed rows, in three launches; formulas: see the reference.
 
-`build` and `solve` work on every chunk and head at once, `advance` goes through a segment's chunks in
-order with a strip of the state in registers.
+`build` and `solve` (in `build.py`) work on every chunk and head at once, `advance` walks through a segment's
+chunks with a strip of the state in registers. One kernel for all of it would need several times the registers.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gated_delta_prefill.build import READ, RECALL, WRITE, build_kernel, solve_kernel
-from pallas_kernels.gated_delta_prefill.products import COLUMNS, ROWS, mixed_product, split_product
+from pallas_kernels.gated_delta_prefill.build import BLOCK, FROM_START_K, FROM_START_Q, TO_END_K, build, solve
+from pallas_kernels.gated_delta_prefill.products import COLUMNS, ROWS, column_parts, mixed_product, split_product
 from pallas_kernels.segments import CHUNK, Segments
-from pallas_kernels.triton_backend import Warps, launch, load, store
+from pallas_kernels.triton_backend import Warps, device_kind, launch, load, store
 
 STRIP = 16
-PART = 64
-"""Rows of V whose state one program carries through the chunks."""
+"""Rows of V of one program of `advance`: the fewest that matrix units take, for the most programs."""
 
 FIRST_CHUNK, START, LENGTH, POSITION, SLOT = range(5)
 """Columns of the table of segments."""
 
 
 def chunk_tables(segments: Segments, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Int32 tables of chunks `[N, 2]` (first row, live rows: none if there's no such chunk) and of segments `[B, 5]`.
+    """Int32 tables of the chunks and of the segments. The same for all layers, so that a step makes them once.
 
-    N is the most chunks that any segments of `rows` rows can need.
+    Returns:
+        `[N, 2]`: first row and live rows of every chunk, in order of the segments; no live rows where there
+        is no such chunk. N is the most chunks that B segments of R rows together can have.
+        `[B, 5]`: number of the segment's first chunk, start, length, position, slot.
     """
     count = segments.length.shape[0]
     bound = (rows + (CHUNK - 1) * min(rows, count)) // CHUNK
@@ -40,72 +44,105 @@ def chunk_tables(segments: Segments, rows: int) -> tuple[jax.Array, jax.Array]:
     offset = (number - first[owner]) * CHUNK
     live = jnp.where(number < ends[-1], jnp.minimum(segments.length[owner] - offset, CHUNK), 0)
     table = jnp.stack([segments.start[owner] + offset, live], axis=1)
-    per_segment = [first, segments.start, segments.length, segments.position, segments.slot]
-    return table.astype(jnp.int32), jnp.stack(per_segment, axis=1).astype(jnp.int32)
+    columns = [first, segments.start, segments.length, segments.position, segments.slot]
+    return table.astype(jnp.int32), jnp.stack(columns, axis=1).astype(jnp.int32)
 
 
 def owned_rows(segments: Segments, rows: int) -> jax.Array:
-    """`[rows]` int32, 1 where a row belongs to a segment."""
+    """`[rows]` int32: 1 where a row belongs to a segment."""
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     inside = (row >= segments.start) & (row < segments.start + segments.length)
     return jnp.any(inside, axis=1).astype(jnp.int32)
 
 
-def advance_kernel(
-    segments, q_ref, k_ref, v_ref, solve_ref, attend_ref, scales_ref, total_ref, _out, _pool, out_ref, pool_ref
-):
-    """Program (segment, value head, strip of V): the segment's chunks in order.
+def advance(
+    segments: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    inverse: Any,
+    attend: Any,
+    scales: Any,
+    total: Any,
+    _out: Any,
+    _pool: Any,
+    out: Any,
+    pool: Any,
+    *,
+    early: bool,
+) -> None:
+    """Program (strip of V, value head, segment): the segment's chunks in order.
 
-    All products have the strip's rows first, so that one's result is the next one's left operand as it
-    lies in registers, and everything else is a right operand that does not wait for the chunk before.
+    The state is carried as `[dk, strip]`, in parts along dk: every product then has a chunk's or the state's
+    64 rows on the left, which the warps share out among them, and the strip's few columns on the right.
+
+    `early` asks for all of a chunk, and for the next one's k, before the first product, which hides the
+    memory's latency; otherwise operands are loaded where they are used, which takes fewer registers.
     """
-    segment, head, strip = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    key_head = head // (v_ref.shape[1] // k_ref.shape[1])
+    strip, head, segment = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    key_head = head // (v.shape[1] // k.shape[1])
     start, length, slot = segments[segment, START], segments[segment, LENGTH], segments[segment, SLOT]
     values = pl.ds(strip * STRIP, STRIP)
-    within = jax.lax.iota(jnp.int32, CHUNK)
+    parts = column_parts(k)
+
+    def rows_of(number: jax.Array) -> tuple[Any, jax.Array]:
+        live = jax.lax.iota(jnp.int32, CHUNK) < length - number * CHUNK
+        return pl.ds(start + number * CHUNK, CHUNK), live[:, None]
+
+    def parts_of(ref: Any, number: jax.Array) -> tuple[jax.Array, ...]:
+        span, live = rows_of(number)
+        return tuple(load(ref.at[span, key_head, columns], mask=live, other=0.0) for columns in parts)
+
+    def ask(read: Callable[[], Any]) -> Callable[[], Any]:
+        if not early:
+            return read
+        value = read()
+        return lambda: value
+
+    def body(number: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        state, k_early = carry
+        n = segments[segment, FIRST_CHUNK] + number
+        span, live = rows_of(number)
+        read_k = (lambda: k_early) if early else functools.partial(parts_of, k, number)
+        read_q = ask(lambda: parts_of(q, number))
+        read_v = ask(lambda: load(v.at[span, head, values], mask=live, other=0.0))
+        read_inverse = ask(lambda: tuple(inverse[piece, n, head] for piece in range(inverse.shape[0])))
+        read_attend = ask(lambda: tuple(attend[piece, n, head] for piece in range(attend.shape[0])))
+        # past the last chunk no row is live, and nothing is read
+        k_next = parts_of(k, number + 1) if early else ()
+
+        # [i, v]
+        recalled = answer = jnp.zeros((CHUNK, STRIP), jnp.float32)
+        for k_part, q_part, state_part in zip(read_k(), read_q(), state, strict=True):
+            recalled += mixed_product(k_part, state_part, (COLUMNS, ROWS))
+            answer += mixed_product(q_part, state_part, (COLUMNS, ROWS))
+        recalled = recalled * scales[n, head, FROM_START_K][:, None]
+        # beta is in the inverse's columns
+        new = split_product(read_inverse(), read_v().astype(jnp.float32) - recalled, (COLUMNS, ROWS))
+        answer = answer * scales[n, head, FROM_START_Q][:, None]
+        answer = answer + split_product(read_attend(), new, (COLUMNS, ROWS))
+        store(out.at[span, head, values], answer.astype(out.dtype), mask=live)
+        new = new * scales[n, head, TO_END_K][:, None]
+        # Whole: without decay, what were lost here would add up over the chunk's rows.
+        state = tuple(
+            state_part * total[n, head] + mixed_product(k_part, new, (ROWS, ROWS), count=3)
+            for k_part, state_part in zip(read_k(), state, strict=True)
+        )
+        return state, k_next
 
     @pl.when(length > 0)
-    def _():
-        parts = [pl.ds(p, PART) for p in range(0, k_ref.shape[2], PART)]
-
-        def body(number: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            n = segments[segment, FIRST_CHUNK] + number
-            span = pl.ds(start + number * CHUNK, CHUNK)
-            live = (within < length - number * CHUNK)[:, None]
-            recalled = 0.0
-            for part, cols in enumerate(parts):
-                k = load(k_ref.at[span, key_head, cols], mask=live, other=0.0)
-                recalled = recalled + mixed_product(k, state[part], (COLUMNS, ROWS))
-            recalled = recalled * scales_ref[n, head, RECALL][:, None]
-            v = load(v_ref.at[span, head, values], mask=live, other=0.0).astype(jnp.float32)
-            solve = tuple(solve_ref[piece, n, head] for piece in range(solve_ref.shape[0]))
-            new = split_product(solve, v - recalled, (COLUMNS, ROWS))
-            out = 0.0
-            for part, cols in enumerate(parts):
-                q = load(q_ref.at[span, key_head, cols], mask=live, other=0.0)
-                out = out + mixed_product(q, state[part], (COLUMNS, ROWS))
-            out = out * scales_ref[n, head, READ][:, None]
-            attend = tuple(attend_ref[piece, n, head] for piece in range(attend_ref.shape[0]))
-            out = out + split_product(attend, new, (COLUMNS, ROWS))
-            store(out_ref.at[span, head, values], out.astype(out_ref.dtype), mask=live)
-            written = new * scales_ref[n, head, WRITE][:, None]
-            after = []
-            for part, cols in enumerate(parts):
-                k = load(k_ref.at[span, key_head, cols], mask=live, other=0.0)
-                after.append(state[part] * total_ref[n, head] + mixed_product(k, written, (ROWS, ROWS)))
-            return tuple(after)
-
-        stored = [pool_ref.at[slot, head, values, cols] for cols in parts]
-        # not multiplied away: an unused slot may hold NaN
+    def _() -> None:
+        # selected, not multiplied: an unused slot may hold NaN
         has_state = segments[segment, POSITION] > 0
+        stored = [pool.at[slot, head, values, columns] for columns in parts]
         state = tuple(jnp.where(has_state, load(x).astype(jnp.float32), 0.0).T for x in stored)
-        state = jax.lax.fori_loop(0, (length + CHUNK - 1) // CHUNK, body, state)
+        k_first = parts_of(k, jnp.int32(0)) if early else ()
+        state, _ = jax.lax.fori_loop(0, (length + CHUNK - 1) // CHUNK, body, (state, k_first))
 
         @pl.when(slot > 0)
-        def _():
-            for x, y in zip(stored, state):
-                store(x, y.T.astype(pool_ref.dtype))
+        def _() -> None:
+            for x, state_part in zip(stored, state, strict=True):
+                store(x, state_part.T.astype(pool.dtype))
 
 
 def gated_delta_prefill(
@@ -118,22 +155,27 @@ def gated_delta_prefill(
     dt_bias: jax.Array,
     pool: jax.Array,
     segments: Segments,
-    *,
-    interpret: bool = False,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The reference's function; head sizes are powers of two from 16 up. `interpret` runs it as plain JAX."""
-    rows, heads, dv = v.shape
-    dk = k.shape[2]
+    """See the reference; q, k and v are float32 or bfloat16, dk and dv powers of two from 16 up.
+
+    With bfloat16 inputs the state is off by up to 7e-6 of its largest element instead of 1e-6: see `products`.
+    """
+    (rows, heads, dv), dk = v.shape, k.shape[2]
     chunks, table = chunk_tables(segments, rows)
     count = chunks.shape[0]
-    split = q.dtype == jnp.bfloat16
-    matrices = jax.ShapeDtypeStruct((2 if split else 1, count, heads, CHUNK, CHUNK), q.dtype)
     shape = jax.ShapeDtypeStruct
+    # What comes in bfloat16 is multiplied by it, so that these matrices are kept as two pieces of it.
+    exact = q.dtype == jnp.float32
+    matrices = shape((1 if exact else 2, count, heads, CHUNK, CHUNK), q.dtype)
+    square = count * heads * CHUNK * CHUNK
+    row_bytes = sum(x.size * x.dtype.itemsize for x in (q, k, v))
+
     m, attend, scales, total, out = launch(
-        functools.partial(build_kernel, rows=rows),
-        (chunks, owned_rows(segments, rows), q, k, a, b, a_log, dt_bias),
+        build,
+        [chunks, owned_rows(segments, rows), q, k, a, b, a_log, dt_bias],
         name="gated_delta_build",
-        grid=(count, heads),
+        grid=(heads, count),
         out_shape=[
             shape((count, heads, CHUNK, CHUNK), jnp.float32),
             matrices,
@@ -141,26 +183,34 @@ def gated_delta_prefill(
             shape((count, heads), jnp.float32),
             shape(v.shape, v.dtype),
         ],
-        warps=Warps(4, 8),
+        warps=Warps(wave64=4, wave32=8),
+        cost=pl.CostEstimate(flops=4 * square * dk, transcendentals=square, bytes_accessed=row_bytes + 8 * square),
         interpret=interpret,
     )
-    (solve,) = launch(
-        solve_kernel,
-        (chunks, m, scales),
+    (inverse,) = launch(
+        solve,
+        [chunks, m, scales],
         name="gated_delta_solve",
-        grid=(count, heads),
+        grid=(heads, count),
         out_shape=[matrices],
-        warps=Warps(1, 1),
+        warps=Warps(wave64=1, wave32=1),
+        cost=pl.CostEstimate(flops=20 * square * BLOCK, transcendentals=0, bytes_accessed=8 * square),
         interpret=interpret,
     )
+    state_bytes = 2 * min(rows, table.shape[0]) * heads * dv * dk * pool.dtype.itemsize
     out, pool = launch(
-        advance_kernel,
-        (table, q, k, v, solve, attend, scales, total, out, pool),
+        functools.partial(advance, early=not device_kind().startswith("gfx1")),
+        [table, q, k, v, inverse, attend, scales, total, out, pool],
         name="gated_delta_advance",
-        grid=(table.shape[0], heads, dv // STRIP),
+        grid=(dv // STRIP, heads, table.shape[0]),
         out_shape=[shape(out.shape, out.dtype), shape(pool.shape, pool.dtype)],
-        warps=Warps(4, 4),
+        warps=Warps(wave64=4, wave32=8 if exact else 4),
         aliases={8: 0, 9: 1},
+        cost=pl.CostEstimate(
+            flops=count * heads * CHUNK * dv * (6 * dk + 4 * CHUNK),
+            transcendentals=0,
+            bytes_accessed=state_bytes + row_bytes + 8 * square + v.size * v.dtype.itemsize,
+        ),
         interpret=interpret,
     )
     return out, pool

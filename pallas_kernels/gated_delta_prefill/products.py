@@ -1,46 +1,71 @@
 """Matrix products inside the kernels, accurate to float32 or close to it.
 
-Operands are bfloat16, which is exact, or float32. Float32 products on matrix units are slow (or, as TF32,
-rough), so next to bfloat16 operands a float32 one is cut into two bfloat16 pieces that together hold 16
-bits, and every product of pieces that counts is added in float32.
+Operands are float32, or bfloat16, whose products are exact. On matrix units float32 is slow or (as TF32)
+rough. So next to a bfloat16 operand a float32 one is cut into two bfloat16 pieces, which together hold
+at least 16 of its 24 bits, and the products of pieces are added in float32.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 ROWS, COLUMNS = 0, 1
+"""The axis of an operand that a product sums over."""
 
 
-def pieces(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Bfloat16 high and low with high + low = x to about 2^-17 of x.
+def pieces(x: jax.Array, count: int = 2) -> tuple[jax.Array, ...]:
+    """Float32 x as `count` bfloat16 arrays, largest first: two add up to x but for 2^-16 of it, three to x.
 
-    Rounded as integers: XLA may drop the pair of conversions that says the same, and low with it.
+    Rounded as integers, since XLA may drop the pair of conversions that says the same, and the rest with it.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    high = jax.lax.bitcast_convert_type((bits + 0x8000) & ~0xFFFF, jnp.float32)
-    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+    cut = []
+    for _ in range(count - 1):
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        high = jax.lax.bitcast_convert_type((bits + 0x8000) & ~0xFFFF, jnp.float32)
+        cut.append(high.astype(jnp.bfloat16))
+        x = x - high
+    return (*cut, x.astype(jnp.bfloat16))
+
+
+def stored_pieces(x: jax.Array, ref: Any) -> tuple[jax.Array, ...]:
+    """What a float32 matrix is kept as in a ref whose leading axis counts pieces: one is x itself."""
+    return (x,) if ref.shape[0] == 1 else pieces(x)
 
 
 def product(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """Two bfloat16 or two float32 matrices, summed over an axis of each; exact products, float32 sums."""
+    """x and y of one dtype, summed over an axis of each in float32."""
+    dimensions = (((over[0],), (over[1],)), ((), ()))
+    # without HIGHEST float32 would be lowered as TF32
     return jax.lax.dot_general(
-        x, y, (((over[0],), (over[1],)), ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        x, y, dimensions, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
 
 
-def mixed_product(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """A matrix of either dtype with a float32 one; the smaller terms are added first."""
+def mixed_product(x: jax.Array, y: jax.Array, over: tuple[int, int], count: int = 2) -> jax.Array:
+    """x of either dtype, y float32: in `count` pieces if x is bfloat16."""
     if x.dtype == jnp.float32:
         return product(x, y, over)
-    high, low = pieces(y)
-    return product(x, low, over) + product(x, high, over)
+    smallest, *larger = reversed(pieces(y, count))
+    total = product(x, smallest, over)
+    for piece in larger:
+        total = total + product(x, piece, over)
+    return total
 
 
 def split_product(x: tuple[jax.Array, ...], y: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """A matrix that is stored as its pieces (two bfloat16 ones, or itself) with a float32 one."""
+    """x as `stored_pieces` keeps it, y float32."""
     if len(x) == 1:
         return product(x[0], y, over)
     high, low = pieces(y)
+    # low times low is beneath what either was cut to
     return product(x[1], high, over) + product(x[0], low, over) + product(x[0], high, over)
+
+
+def column_parts(ref: Any) -> list[Any]:
+    """The last axis of q or k in parts: the products of one part at a time need far fewer registers."""
+    width = min(ref.shape[-1], 64 if ref.dtype == jnp.bfloat16 else 32)
+    return [pl.ds(first, width) for first in range(0, ref.shape[-1], width)]

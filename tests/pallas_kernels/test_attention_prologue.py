@@ -35,6 +35,7 @@ KERNEL: Implementation = "pallas" if jax.default_backend() != "cpu" else "interp
 both = pytest.mark.parametrize("implementation", ["reference", KERNEL])
 SHAPES = {shape.name: shape for shape in shapes.SHAPES}
 
+random_key = functools.partial(jax.random.key, impl="unsafe_rbg")  # compiles in half the time
 fused = jax.jit(functools.partial(attention_prologue, eps=EPS), static_argnames="implementation")
 jit_norm_and_rope = jax.jit(norm_and_rope, static_argnames=("eps", "implementation"))
 jit_write_kv = jax.jit(write_kv, static_argnames="implementation")
@@ -179,14 +180,10 @@ def test_write_kv_touches_only_its_slots(dim: int, implementation: Implementatio
 
 
 @both
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("0.8B", "bfloat16"), ("27B", "bfloat16"), ("397B", "float32"), ("tiny", "float32")]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("27B", "bfloat16"), ("397B", "float32"), ("tiny", "float32")])
 def test_real_sizes(name: str, dtype: str, implementation: Implementation) -> None:
     """Every head of every row against float64; slots that no row owns keep what they hold, NaN too."""
-    packed, q_weight, k_weight, cos, sin, slot, keys, values = shapes.arguments(
-        SHAPES[name], 3, jax.random.key(1), dtype
-    )
+    packed, q_weight, k_weight, cos, sin, slot, keys, values = shapes.arguments(SHAPES[name], 3, random_key(1), dtype)
     slot = slot.at[1].set(-1)
     keys, values = keys.at[5].set(jnp.nan), values.at[5].set(jnp.nan)
     arguments = ([packed], q_weight, k_weight, cos, sin, slot, keys, values)
@@ -214,24 +211,21 @@ def test_real_sizes(name: str, dtype: str, implementation: Implementation) -> No
     assert_within_a_step(new_keys[slot[live]], others[2][slot[live]], "k")
 
 
-@both
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_one_launch_gives_the_bits_of_two(dtype: str, implementation: Implementation) -> None:
+def test_one_launch_gives_the_bits_of_two(dtype: str) -> None:
     """Packed or three projections, one launch or its halves, in one batch or another: the same bits."""
     shape = SHAPES["0.8B"]
-    packed, *rest = shapes.arguments(shape, 3, jax.random.key(2), dtype)
-    together = fused([packed], *rest, implementation=implementation)
+    packed, *rest = shapes.arguments(shape, 3, random_key(2), dtype)
+    together = fused([packed], *rest, implementation=KERNEL)
     edges = np.cumsum([2 * shape.heads * shape.dim, shape.groups * shape.dim])
     apart = jnp.split(packed, edges, axis=1)
     names = ("q", "gate", "keys", "values")
-    for name, one, other in zip(names, together, fused(apart, *rest, implementation=implementation), strict=True):
+    for name, one, other in zip(names, together, fused(apart, *rest, implementation=KERNEL), strict=True):
         assert_same_bits(one, other, f"{name} from three projections")
-    for name, one, other in zip(names, together, unfused(apart, *rest, implementation=implementation), strict=True):
+    for name, one, other in zip(names, together, unfused(apart, *rest, implementation=KERNEL), strict=True):
         assert_same_bits(one, other, f"{name} from two launches")
     q_weight, k_weight, cos, sin, slot, keys, values = rest
-    alone = fused(
-        [packed[2:]], q_weight, k_weight, cos[2:], sin[2:], slot[2:], keys, values, implementation=implementation
-    )
+    alone = fused([packed[2:]], q_weight, k_weight, cos[2:], sin[2:], slot[2:], keys, values, implementation=KERNEL)
     assert_same_bits(alone[0][0], together[0][2], "q of a row alone")
     assert_same_bits(alone[2][slot[2]], together[2][slot[2]], "k of a row alone")
 
@@ -241,22 +235,19 @@ def test_one_launch_gives_the_bits_of_two(dtype: str, implementation: Implementa
 def test_only_the_rotary_part_turns(name: str, implementation: Implementation) -> None:
     """Small powers of two sum exactly in any order, so what isn't turned is the plain norm to the bit."""
     shape = SHAPES[name]
-    packed, q_weight, k_weight, cos, sin, slot, keys, values = shapes.arguments(shape, 3, jax.random.key(3))
+    packed, q_weight, k_weight, cos, sin, slot, keys, values = shapes.arguments(shape, 3, random_key(3))
     packed = jnp.exp2(jnp.clip(jnp.round(packed), -2, 2)) * jnp.sign(packed)
     for weights in ((q_weight, k_weight), (jnp.zeros_like(q_weight), jnp.zeros_like(k_weight))):
         q, _, new_keys, _ = fused([packed], *weights, cos, sin, slot, keys, values, implementation=implementation)
         raw_q, _, raw_k, _ = split_heads([packed], *keys.shape[1:])
         for what, found, x, weight in (("q", q, raw_q, weights[0]), ("k", new_keys[slot], raw_k, weights[1])):
-            plain = jax.jit(normalize_heads)(x, weight, EPS).astype(x.dtype)[..., shape.rotary_dim :]
+            plain = jax.jit(normalize_heads)(x, weight, EPS).astype(x.dtype)
+            turned, left = found[..., : shape.rotary_dim], found[..., shape.rotary_dim :]
             if KERNEL == "interpret":
-                assert_same_bits(found[..., shape.rotary_dim :], plain, what)
+                assert_same_bits(left, plain[..., shape.rotary_dim :], what)
             else:  # another reciprocal root
-                assert_within_a_step(found[..., shape.rotary_dim :], plain, what)
-            turned = (
-                found[..., : shape.rotary_dim]
-                != jax.jit(normalize_heads)(x, weight, EPS).astype(x.dtype)[..., : shape.rotary_dim]
-            )
-            assert turned.mean() > 0.5, what
+                assert_within_a_step(left, plain[..., shape.rotary_dim :], what)
+            assert (turned != plain[..., : shape.rotary_dim]).mean() > 0.5, what
             if not weight.any():
                 # a weight of zero is the pure root mean square
                 size = np.square(np.asarray(found, np.float64)).mean(-1)
@@ -265,7 +256,7 @@ def test_only_the_rotary_part_turns(name: str, implementation: Implementation) -
 
 @both
 def test_padding_stores_nothing(implementation: Implementation) -> None:
-    packed, q_weight, k_weight, cos, sin, slot, keys, values = shapes.arguments(SHAPES["tiny"], 2, jax.random.key(4))
+    packed, q_weight, k_weight, cos, sin, slot, keys, values = shapes.arguments(SHAPES["tiny"], 2, random_key(4))
     nobody = jnp.full_like(slot, -1)
     _, _, new_keys, new_values = fused(
         [packed], q_weight, k_weight, cos, sin, nobody, keys, values, implementation=implementation
@@ -274,7 +265,7 @@ def test_padding_stores_nothing(implementation: Implementation) -> None:
     assert_same_bits(new_values, values)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     shared=st.integers(1, 3),
     groups=st.integers(1, 3),
@@ -286,7 +277,7 @@ def test_padding_stores_nothing(implementation: Implementation) -> None:
 def test_any_shape(shared: int, groups: int, dim: int, rotary: int, slots: list[int], dtype: str) -> None:
     shape = shapes.Shape("", shared * groups, groups, dim, rotary)
     rows = len(slots)
-    packed, q_weight, k_weight, cos, sin, _, keys, values = shapes.arguments(shape, rows, jax.random.key(dim), dtype, 7)
+    packed, q_weight, k_weight, cos, sin, _, keys, values = shapes.arguments(shape, rows, random_key(dim), dtype, 7)
     slot = jnp.asarray(slots, jnp.int32)
     arguments = ([packed], q_weight, k_weight, cos, sin, slot, keys, values)
     found, expected = (fused(*arguments, implementation=i) for i in (KERNEL, "reference"))
@@ -298,7 +289,7 @@ def test_any_shape(shared: int, groups: int, dim: int, rotary: int, slots: list[
 
 def test_sizes_without_a_kernel_run_the_reference(caplog: pytest.LogCaptureFixture) -> None:
     shape = shapes.Shape("", 2, 1, dim=24, rotary_dim=8)
-    packed, *rest = shapes.arguments(shape, 2, jax.random.key(5))
+    packed, *rest = shapes.arguments(shape, 2, random_key(5))
     dispatch._say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "pallas_kernels"):
         found = fused([packed], *rest, implementation=KERNEL)
@@ -308,7 +299,7 @@ def test_sizes_without_a_kernel_run_the_reference(caplog: pytest.LogCaptureFixtu
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    packed, q_weight, k_weight, cos, sin, slot, keys, values = shapes.arguments(SHAPES["tiny"], 2, jax.random.key(6))
+    packed, q_weight, k_weight, cos, sin, slot, keys, values = shapes.arguments(SHAPES["tiny"], 2, random_key(6))
 
     def refused(message: str, **changes: Any) -> None:
         arguments = {"projections": [packed], "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}

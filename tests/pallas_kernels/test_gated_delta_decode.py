@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gdnjax.config.presets import from_preset
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gated_delta_decode import DEFAULT_TILE, Tile, gated_delta_decode, shapes
+from pallas_kernels.gated_delta_decode import DEFAULT_TILE, Tile, gated_delta_decode, kernel, shapes
 from pallas_kernels.gated_delta_decode.reference import delta_update, gates, l2norm, normalize_qk
 from pallas_kernels.triton_backend import Warps
 from tests.helpers import (
@@ -272,6 +272,21 @@ def test_layouts_agree_bit_for_bit_and_a_step_can_run_again(dtype: jnp.dtype, im
     again_out, again = decode(*inputs, twin, slot, slot + 1, live, implementation=implementation)
     assert_same_bits(again_out, out)
     assert_same_bits(again, twin)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs programs in an order of its own")
+def test_order_of_programs_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Interpreted programs run one by one: were any to read what another writes, turning the order would show.
+    inputs = random_step(2, 3, shapes.Shape("", 1, 3, 16, 24), jnp.float32, slots=6)
+    slots = (np.array([2, 4, 3], np.int32), np.array([2, 1, 5], np.int32), np.ones(3, bool))
+
+    def run() -> list[np.ndarray]:
+        return [np.asarray(x) for x in gated_delta_decode(*inputs, *slots, KERNEL)]
+
+    forward, forward_id = run(), kernel.pl.program_id
+    monkeypatch.setattr(kernel.pl, "program_id", lambda axis: kernel.pl.num_programs(axis) - 1 - forward_id(axis))
+    for a, b in zip(run(), forward, strict=True):
+        assert_same_bits(a, b)
 
 
 @settings(max_examples=8)

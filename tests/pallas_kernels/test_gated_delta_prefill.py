@@ -1,8 +1,12 @@
-"""The chunked delta rule: whole sequences, packed segments, gradients; always against token by token."""
+"""The chunked delta rule: whole sequences, packed segments by the reference and the kernels, gradients; always
+against token by token."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_delta_decode.reference import gates
-from pallas_kernels.gated_delta_prefill.reference import (
-    gated_delta_prefill,
-    gated_delta_sequence,
-    inverse_unit_lower,
-)
-from pallas_kernels.segments import Segments
+from pallas_kernels.gated_delta_prefill import gated_delta_prefill, kernel, shapes
+from pallas_kernels.gated_delta_prefill.products import pieces
+from pallas_kernels.gated_delta_prefill.reference import gated_delta_sequence, inverse_unit_lower
+from pallas_kernels.segments import CHUNK, Segments
 from tests.helpers import (
     DELTA_EXTREME,
     DELTA_OUT,
@@ -33,8 +37,15 @@ from tests.helpers import (
 
 CASES = sorted({key.split(".")[1] for key in components() if key.startswith("delta.")})
 
+ON_GPU = jax.default_backend() != "cpu"
+KERNEL: Implementation = "pallas" if ON_GPU else "interpret"
+both = pytest.mark.parametrize("implementation", ["reference", KERNEL])
+
+BF16_STATE = 1e-5
+"""Of the kernels' state with bfloat16 inputs: float32 operands next to them are cut to 16 bits."""
+
 sequence = jax.jit(gated_delta_sequence)
-prefill = jax.jit(gated_delta_prefill)
+prefill = jax.jit(gated_delta_prefill, static_argnames="implementation")
 
 
 def tolerances(g: np.ndarray) -> tuple[float, float]:
@@ -70,37 +81,6 @@ def test_sequence_golden_cases(case: str) -> None:
     assert_close(state.swapaxes(-1, -2), components()[f"delta.{case}.chunk_state"], for_state, "state against it")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_packed_golden_cases(case: str) -> None:
-    x, start = golden_inputs(case)
-    batch, length, heads, dv = x["v"].shape
-    rows = 140  # for every case, so that they share a program
-    segment_start = 2 + (length + 3) * np.arange(batch)
-    own_rows = (segment_start[:, None] + np.arange(length)).reshape(-1)
-
-    def line(values: np.ndarray) -> np.ndarray:
-        """Every sequence's tokens as rows, with NaN rows between."""
-        flat = np.full((rows, *values.shape[2:]), np.nan, np.float32)
-        flat[own_rows] = values.reshape(-1, *values.shape[2:])
-        return flat
-
-    a, b, a_log, dt_bias = raw_gates(x["g"], x["beta"])
-    pool = np.full((4, heads, dv, x["k"].shape[-1]), np.nan, np.float32)
-    slot = 3 - np.arange(batch)
-    if start is not None:
-        pool[slot] = start
-    segments = int_vectors(segment_start, np.full(batch, length), np.full(batch, 0 if start is None else 9), slot)
-    inputs = [line(values) for values in (x["q"], x["k"], x["v"], a, b)]
-    out, after = prefill(*inputs, a_log, dt_bias, pool, segments)
-    for_out, for_state = tolerances(x["g"])
-    found = np.asarray(out)[own_rows].reshape(x["v"].shape)
-    assert_close(found, components()[f"delta.{case}.f64_out"], for_out, "outputs")
-    assert_close(after[slot].swapaxes(-1, -2), components()[f"delta.{case}.f64_state"], for_state, "state")
-    others = np.setdiff1d(np.arange(4), slot)
-    assert_same_bits(after[others], pool[others], "slots of no segment")
-    assert_same_bits(np.delete(np.asarray(out), own_rows, 0), np.zeros((rows - len(own_rows), heads, dv), np.float32))
-
-
 @pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 127, 129, 200])
 def test_lengths(length: int) -> None:
     x = random_delta_inputs(length, batch=1, length=200, key_heads=1, ratio=3, dk=12, dv=20)
@@ -120,9 +100,9 @@ def test_head_ratios(ratio: int, dk: int, dv: int) -> None:
     assert_close(state, states[:, -1], DELTA_STATE)
 
 
-def strong(kind: str, length: int) -> dict[str, np.ndarray]:
+def strong(kind: str, length: int, key_heads: int = 1, dk: int = 12, dv: int = 20) -> dict[str, np.ndarray]:
     """Gates and keys at which a chunked form breaks first."""
-    x = random_delta_inputs(5, batch=1, length=length, key_heads=1, ratio=2, dk=12, dv=20)
+    x = random_delta_inputs(5, batch=1, length=length, key_heads=key_heads, ratio=2, dk=dk, dv=dv)
     rng = np.random.default_rng(6)
     if kind == "all decays -50":
         x["g"][:] = -50.0
@@ -147,13 +127,6 @@ def test_strong_gates_and_equal_keys(kind: str) -> None:
     assert_close(found, out, DELTA_OUT, "outputs")
     assert_close(state, states[:, -1], DELTA_STATE, "state")
 
-    a, b, a_log, dt_bias = raw_gates(x["g"], x["beta"])
-    pool = np.full((2, 2, 20, 12), np.nan, np.float32)
-    inputs = (x["q"][0], x["k"][0], x["v"][0], a[0], b[0], a_log, dt_bias)
-    found, after = prefill(*inputs, pool, int_vectors([0], [130], [0], [1]))
-    assert_close(found, out[0], DELTA_OUT, "packed outputs")
-    assert_close(after[1], states[0, -1], DELTA_STATE, "packed state")
-
 
 def test_inverse_unit_lower() -> None:
     rng = np.random.default_rng(0)
@@ -165,57 +138,145 @@ def test_inverse_unit_lower() -> None:
     assert_close(inverse_unit_lower(np.tril(np.ones((64, 64), np.float32), -1)), np.eye(64) - np.eye(64, k=-1), 0.0)
 
 
-# Packed segments: windows, order, padding
+# Packed segments: windows, order, padding. All calls share one shape, and so one program an implementation.
 
-REQUESTS, LONGEST, ROWS, HEADS, DK, DV = 3, 150, 160, 4, 12, 20
+REQUESTS, LONGEST, ROWS, SLOTS = 3, 150, 160, 7
+KEY_HEADS, HEADS, DK, DV = 2, 4, 16, 32
+Arrays = Sequence[np.ndarray | jax.Array]
+
+
+def packed(
+    pieces: Sequence[Arrays],
+    start: Sequence[int],
+    position: Sequence[int],
+    slot: Sequence[int],
+    weights: Arrays,
+    pool: np.ndarray | jax.Array,
+    implementation: Implementation,
+    rows: int = ROWS,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Runs the q, k, v, a, b of each segment at rows `start`, among rows of NaN.
+
+    Checks that slots of no segment and slot 0 stay as they are, and that rows of no segment are zero.
+
+    Returns:
+        Outputs by segment, and the pool.
+    """
+    length = [len(piece[0]) for piece in pieces]
+    lines = [np.full((rows, *x.shape[1:]), np.nan, x.dtype) for x in pieces[0]]
+    owner = np.full(rows, -1)
+    for number, (piece, first) in enumerate(zip(pieces, start, strict=True)):
+        owner[first : first + length[number]] = number
+        for line, x in zip(lines, piece, strict=True):
+            line[first : first + length[number]] = x
+    segments = int_vectors(start, length, position, slot)
+    out, after = prefill(*lines, *weights, pool, segments, implementation=implementation)
+    assert out.dtype == lines[2].dtype and after.dtype == pool.dtype
+    out, after, before = np.asarray(out), np.asarray(after), np.asarray(pool)
+    others = np.setdiff1d(np.arange(len(before)), [s for s, n in zip(slot, length, strict=True) if n and s])
+    assert_same_bits(after[others], before[others], "slots of segments without rows, and slot 0")
+    unowned = out[owner < 0]
+    assert_same_bits(unowned, np.zeros_like(unowned), "rows of no segment")
+    return [out[owner == number] for number in range(len(pieces))], after
+
+
+def alone(
+    x: Arrays, weights: Arrays, pool: np.ndarray | jax.Array, position: int, implementation: Implementation
+) -> tuple[np.ndarray, np.ndarray]:
+    """One segment in slot 1, with two empty ones: its outputs, and the pool."""
+    empty = [values[:0] for values in x]
+    out, after = packed([empty, x, empty], [9, 2, 9], [3, position, 0], [2, 1, 4], weights, pool, implementation)
+    return out[1], after
+
+
+def unused_pool(dtype: jax.typing.DTypeLike = np.float32) -> np.ndarray:
+    """A pool that holds NaN wherever no request put something."""
+    return np.full((SLOTS, HEADS, DV, DK), np.nan, dtype)
+
+
+@both
+@pytest.mark.parametrize("case", CASES)
+def test_packed_golden_cases(case: str, implementation: Implementation) -> None:
+    x, start = golden_inputs(case)
+    batch, length, heads, dv = x["v"].shape
+    a, b, a_log, dt_bias = raw_gates(x["g"], x["beta"])
+    # As the shared shape has it: heads repeated, and the values' dimensions, which do not mix, padded.
+    value_heads = np.arange(HEADS) * heads // HEADS if x["k"].shape[2] == KEY_HEADS else np.arange(HEADS) % heads
+    key_heads = np.arange(KEY_HEADS) % x["k"].shape[2]
+
+    def padded(values: np.ndarray, axis: int) -> np.ndarray:
+        widths = [(0, 0)] * values.ndim
+        widths[axis] = (0, DV - dv)
+        return np.pad(values, widths)
+
+    pool = unused_pool()
+    slot = 3 - np.arange(REQUESTS)
+    if start is not None:
+        pool[slot[:batch]] = padded(start[:, value_heads], 2)
+    v = padded(x["v"][:, :, value_heads], 3)
+    inputs = (x["q"][:, :, key_heads], x["k"][:, :, key_heads], v, a[:, :, value_heads], b[:, :, value_heads])
+    pieces = [[values[r] if r < batch else values[0, :0] for values in inputs] for r in range(REQUESTS)]
+    begin = [2 + (length + 3) * r if r < batch else 0 for r in range(REQUESTS)]
+    position = [0 if start is None else 9] * REQUESTS
+    weights = (a_log[value_heads], dt_bias[value_heads])
+    out, after = packed(pieces, begin, position, slot.tolist(), weights, pool, implementation)
+    expected, state = (components()[f"delta.{case}.{name}"] for name in ("f64_out", "f64_state"))
+    for_out, for_state = tolerances(x["g"])
+    for r in range(batch):
+        assert_close(out[r][..., :dv], expected[r][:, value_heads], for_out, "outputs")
+        found = after[slot[r], :, :dv].swapaxes(-1, -2)
+        assert_close(found, state[r][value_heads], for_state, "state")
+
+
+@both
+@pytest.mark.parametrize("kind", STRONG)
+def test_packed_strong_gates_and_equal_keys(kind: str, implementation: Implementation) -> None:
+    x = strong(kind, 130, KEY_HEADS, DK, DV)
+    expected, states = gated_delta_float64(**x)
+    a, b, *weights = raw_gates(x["g"], x["beta"])
+    out, after = alone([x["q"][0], x["k"][0], x["v"][0], a[0], b[0]], weights, unused_pool(), 0, implementation)
+    assert_close(out, expected[0], DELTA_OUT, "outputs")
+    assert_close(after[1], states[0, -1], DELTA_STATE, "state")
 
 
 @functools.cache
-def packed_inputs() -> tuple[dict[str, np.ndarray], tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
-    """Tokens of three requests, their raw gates, and in float64 all outputs and the state after each token."""
-    x = random_delta_inputs(21, batch=REQUESTS, length=LONGEST, key_heads=2, ratio=2, dk=DK, dv=DV)
+def packed_inputs() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
+    """q, k, v, a, b of three requests, A_log and dt_bias, and in float64 all outputs and the state after each token."""
+    x = random_delta_inputs(21, batch=REQUESTS, length=LONGEST, key_heads=KEY_HEADS, ratio=2, dk=DK, dv=DV)
     a, b, a_log, dt_bias = raw_gates(x["g"], x["beta"])
     g, beta = gates(a, b, a_log, dt_bias)
     out, states = gated_delta_float64(x["q"], x["k"], x["v"], g, beta)
-    return x, (a, b, a_log, dt_bias), out, states
+    return (x["q"], x["k"], x["v"], a, b), (a_log, dt_bias), out, states
 
 
 class Packed:
     """A pool whose requests advance through packed calls of a fixed number of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, implementation: Implementation) -> None:
+        self.implementation: Implementation = implementation
         self.slot = np.array([5, 2, 4], np.int32)
-        self.pool = np.full((7, HEADS, DV, DK), np.nan, np.float32)  # every unused value is a sentinel
+        self.pool = unused_pool()
         self.position = np.zeros(REQUESTS, np.int32)
 
     def call(self, start: np.ndarray, length: np.ndarray) -> None:
         """Runs each request's next `length[r]` tokens at rows `start[r]`, and checks everything."""
-        x, (a, b, a_log, dt_bias), out, states = packed_inputs()
-        lines = [np.full((ROWS, *values.shape[2:]), np.nan, np.float32) for values in (x["q"], x["k"], x["v"], a, b)]
-        owner = np.full(ROWS, -1)
-        for r in range(REQUESTS):
-            rows, tokens = slice(start[r], start[r] + length[r]), slice(self.position[r], self.position[r] + length[r])
-            if length[r]:
-                owner[rows] = r
-                for line, values in zip(lines, (x["q"], x["k"], x["v"], a, b), strict=True):
-                    line[rows] = values[r, tokens]
-        segments = int_vectors(start, length, self.position, self.slot)
-        found, after = map(np.array, prefill(*lines, a_log, dt_bias, self.pool, segments))
-        touched = self.slot[length > 0]
-        others = np.setdiff1d(np.arange(7), touched)
-        assert_same_bits(after[others], self.pool[others], "slots of requests without rows, and slot 0")
-        assert_same_bits(found[owner < 0], np.zeros(((owner < 0).sum(), HEADS, DV), np.float32), "padding rows")
+        inputs, weights, out, states = packed_inputs()
+        tokens = [slice(self.position[r], self.position[r] + length[r]) for r in range(REQUESTS)]
+        pieces = [[values[r, tokens[r]] for values in inputs] for r in range(REQUESTS)]
+        found, after = packed(
+            pieces, start.tolist(), self.position.tolist(), self.slot.tolist(), weights, self.pool, self.implementation
+        )
         for r in np.flatnonzero(length):
-            end = self.position[r] + length[r]
-            assert_close(found[owner == r], out[r, self.position[r] : end], DELTA_OUT, f"outputs of request {r}")
-            assert_close(after[self.slot[r]], states[r, end - 1], DELTA_STATE, f"state of request {r}")
+            assert_close(found[r], out[r, tokens[r]], DELTA_OUT, f"outputs of request {r}")
+            assert_close(after[self.slot[r]], states[r, tokens[r].stop - 1], DELTA_STATE, f"state of request {r}")
         self.pool, self.position = after, self.position + length.astype(np.int32)
 
 
-@settings(max_examples=50)
+@both
+@settings(max_examples=30)
 @given(data=st.data())
-def test_any_segmentation_is_token_by_token(data: st.DataObject) -> None:
-    packed = Packed()
+def test_any_segmentation_is_token_by_token(implementation: Implementation, data: st.DataObject) -> None:
+    packed = Packed(implementation)
     for _ in range(data.draw(st.integers(1, 5), label="calls")):
         start, length, row = np.zeros(REQUESTS, int), np.zeros(REQUESTS, int), 0
         for r in data.draw(st.permutations(range(REQUESTS)), label="order"):
@@ -227,60 +288,209 @@ def test_any_segmentation_is_token_by_token(data: st.DataObject) -> None:
         packed.call(start, length)
 
 
+@pytest.mark.newest
+@both
 @pytest.mark.parametrize("pieces", [(37, 64, 49), (64, 64, 22), (1, 149), (63, 1, 86), (1,) * 20, (150,)])
-def test_windows(pieces: tuple[int, ...]) -> None:
-    packed = Packed()
+def test_windows(pieces: tuple[int, ...], implementation: Implementation) -> None:
+    packed = Packed(implementation)
     for size in pieces:
         packed.call(np.array([3, 0, 0]), np.array([size, 0, 0]))
 
 
-def test_no_rows_at_all() -> None:
+@both
+def test_no_rows_at_all(implementation: Implementation) -> None:
     # Terminates, and changes nothing.
-    Packed().call(np.array([0, 159, 7]), np.zeros(REQUESTS, int))
+    Packed(implementation).call(np.array([0, 159, 7]), np.zeros(REQUESTS, int))
 
 
-def test_slot_0_stores_nothing() -> None:
-    x, (a, b, a_log, dt_bias), _, _ = packed_inputs()
-    pool = np.full((7, HEADS, DV, DK), np.nan, np.float32)
-    inputs = [values[0] for values in (x["q"], x["k"], x["v"], a, b)]
-    _, after = prefill(*inputs, a_log, dt_bias, pool, int_vectors([0], [100], [0], [0]))
-    assert_same_bits(after, pool)
+@both
+def test_slot_0_stores_nothing(implementation: Implementation) -> None:
+    inputs, weights, expected, _ = packed_inputs()
+    pieces = [[values[r, : 100 * (r == 0)] for values in inputs] for r in range(REQUESTS)]
+    out, _ = packed(pieces, [0, 0, 0], [0, 0, 0], [0, 1, 2], weights, unused_pool(), implementation)
+    assert_close(out[0], expected[0, :100], DELTA_OUT)
 
 
-def test_request_does_not_depend_on_its_batch() -> None:
-    x, (a, b, a_log, dt_bias), _, _ = packed_inputs()
-    lines = [np.concatenate([values[r, :50] for r in range(REQUESTS)]) for values in (x["q"], x["k"], x["v"], a, b)]
-    pool = np.random.default_rng(0).normal(size=(7, HEADS, DV, DK)).astype(np.float32)
-    slot, start = np.array([1, 2, 3]), np.array([0, 50, 100])
-    run = lambda length: prefill(*lines, a_log, dt_bias, pool, int_vectors(start, length, [4, 4, 4], slot))  # noqa: E731
+@both
+def test_request_does_not_depend_on_its_batch(implementation: Implementation) -> None:
+    inputs, weights, _, _ = packed_inputs()
+    pool = np.random.default_rng(0).normal(size=(SLOTS, HEADS, DV, DK)).astype(np.float32)
+    slot = [1, 2, 3]
+
+    def run(length: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
+        pieces = [[values[r, : length[r]] for values in inputs] for r in range(REQUESTS)]
+        return packed(pieces, [0, 50, 100], [4, 4, 4], slot, weights, pool, implementation)
+
     together, together_pool = run([50, 50, 50])
     for r in range(REQUESTS):
-        out, after = run(np.where(np.arange(REQUESTS) == r, 50, 0))
-        assert_same_bits(out[start[r] : start[r] + 50], together[start[r] : start[r] + 50], f"request {r}")
+        out, after = run([50 * (other == r) for other in range(REQUESTS)])
+        assert_same_bits(out[r], together[r], f"request {r}")
         assert_same_bits(after[slot[r]], together_pool[slot[r]], f"state of request {r}")
 
 
-def test_bfloat16_pool_rounds_once_at_the_end() -> None:
-    x, (a, b, a_log, dt_bias), _, _ = packed_inputs()
-    inputs = [values[0] for values in (x["q"], x["k"], x["v"], a, b)]
-    start = jnp.asarray(np.random.default_rng(1).normal(size=(2, HEADS, DV, DK)), jnp.bfloat16)
-    segments = int_vectors([0], [LONGEST], [3], [1])
-    out, after = prefill(*inputs, a_log, dt_bias, start, segments)
-    exact_out, exact = prefill(*inputs, a_log, dt_bias, start.astype(jnp.float32), segments)
+@both
+def test_bfloat16_pool_rounds_once_at_the_end(implementation: Implementation) -> None:
+    inputs, weights, _, _ = packed_inputs()
+    x = [values[0] for values in inputs]
+    start = jnp.asarray(np.random.default_rng(1).normal(size=(SLOTS, HEADS, DV, DK)), jnp.bfloat16)
+    out, after = alone(x, weights, start, 3, implementation)
+    exact_out, exact = alone(x, weights, start.astype(jnp.float32), 3, implementation)
     assert_close(out, exact_out, DELTA_OUT)
     assert_rounded_once(after[1], exact[1], DELTA_STATE)
 
 
-def test_bfloat16_inputs() -> None:
-    x, (a, b, a_log, dt_bias), _, _ = packed_inputs()
-    half = [jnp.asarray(values[0], jnp.bfloat16) for values in (x["q"], x["k"], x["v"], a, b)]
-    out, after = prefill(*half, a_log, dt_bias, jnp.zeros((2, HEADS, DV, DK)), int_vectors([0], [LONGEST], [0], [1]))
-    assert out.dtype == jnp.bfloat16 and after.dtype == jnp.float32
-    g, beta = gates(half[3], half[4], a_log, dt_bias)
-    exact, states = gated_delta_float64(*(values[None] for values in (*half[:3], g, beta)))
-    # the rule itself stays float32: only its output is rounded
-    assert_close(after[1], states[0, -1], DELTA_STATE)
-    assert_close(np.asarray(out, np.float32), exact[0], 2.0**-8 * np.abs(exact).max())
+@both
+@pytest.mark.parametrize("kind", ["ordinary", *STRONG])
+def test_bfloat16_inputs(kind: str, implementation: Implementation) -> None:
+    x = strong(kind, LONGEST, KEY_HEADS, DK, DV)
+    a, b, *weights = raw_gates(x["g"], x["beta"])
+    half = [np.asarray(values[0], jnp.bfloat16) for values in (x["q"], x["k"], x["v"], a, b)]
+    out, after = alone(half, weights, unused_pool(), 0, implementation)
+    g, beta = gates(half[3], half[4], *weights)
+    exact, states = gated_delta_float64(*(np.asarray(values, np.float32)[None] for values in (*half[:3], g, beta)))
+    # the rule itself stays float32 or close to it: only its output is rounded
+    assert_close(after[1], states[0, -1], DELTA_STATE if implementation == "reference" else BF16_STATE)
+    assert_close(out.astype(np.float32), exact[0], 2.0**-8 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "dtype", "pool_dtype"),
+    [(3, jnp.float32, jnp.float32), (4, jnp.bfloat16, jnp.bfloat16)]
+    + [(ratio, jnp.bfloat16, jnp.float32) for ratio in (1, 2) if ON_GPU],  # interpreted, each takes long
+)
+def test_real_head_sizes(ratio: int, dtype: jnp.dtype, pool_dtype: jnp.dtype) -> None:
+    lengths = [1, 3, 63, 0, 64, 65, 127, 129, 200]
+    x = random_delta_inputs(ratio, batch=1, length=sum(lengths), key_heads=1, ratio=ratio, dk=128, dv=128)
+    a, b, *weights = raw_gates(x["g"], x["beta"])
+    inputs = [np.asarray(values[0], dtype) for values in (x["q"], x["k"], x["v"], a, b)]
+    rng = np.random.default_rng(0)
+    slot = 1 + rng.permutation(len(lengths))
+    pool = 0.3 * rng.normal(size=(len(lengths) + 2, ratio, 128, 128)).astype(pool_dtype)
+    pool[slot[0]] = np.nan  # starts from nothing
+    position = [5 * (number > 0) for number in range(len(lengths))]
+    ends = np.cumsum(lengths)
+    pieces = [[values[end - n : end] for values in inputs] for n, end in zip(lengths, ends, strict=True)]
+    start = [end - n + 2 * (number > 2) for number, (n, end) in enumerate(zip(lengths, ends, strict=True))]
+    out, after = packed(pieces, start, position, slot.tolist(), weights, pool, KERNEL, rows=661)
+
+    for number in np.flatnonzero(lengths):
+        q, k, v, a, b = (values.astype(np.float32) for values in pieces[number])
+        g, beta = map(np.asarray, gates(a, b, *weights))
+        stored = pool[slot[number]][None].astype(np.float32) if position[number] else None
+        expected, states = gated_delta_float64(*(values[None] for values in (q, k, v, g, beta)), initial_state=stored)
+        exact, found = jnp.asarray(states[0, -1], jnp.float32), after[slot[number]]
+        tolerance = DELTA_STATE if dtype == jnp.float32 else BF16_STATE
+        if pool_dtype == jnp.float32:
+            assert_close(found, exact, tolerance, f"state after {lengths[number]} tokens")
+        else:
+            assert_rounded_once(found, exact, tolerance, f"state after {lengths[number]} tokens")
+        rounding = 0.0 if dtype == jnp.float32 else 2.0**-8 * np.abs(expected).max()
+        assert_close(out[number].astype(np.float32), expected[0], DELTA_OUT + rounding, f"{lengths[number]} tokens")
+
+
+def test_order_of_programs_and_of_loads_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, weights, _, _ = packed_inputs()
+    pieces = [[values[r, :n] for values in inputs] for r, n in enumerate((70, 0, 65))]
+    pool = np.random.default_rng(0).normal(size=(SLOTS, HEADS, DV, DK)).astype(np.float32)
+
+    def run() -> tuple[list[np.ndarray], np.ndarray]:
+        return packed(pieces, [1, 0, 80], [4, 4, 4], [1, 2, 3], weights, pool, KERNEL)
+
+    expected, expected_pool = run()
+    monkeypatch.setattr(kernel, "device_kind", lambda: "gfx1100")  # loads operands late
+    if not ON_GPU:  # Interpreted programs run one by one: were one to read what another writes, it would show.
+        forward = kernel.pl.program_id
+        monkeypatch.setattr(kernel.pl, "program_id", lambda axis: kernel.pl.num_programs(axis) - 1 - forward(axis))
+    prefill.clear_cache()
+    out, after = run()
+    prefill.clear_cache()
+    assert_same_bits(after, expected_pool)
+    for found, exact in zip(out, expected, strict=True):
+        assert_same_bits(found, exact)
+
+
+# What the kernels are made of, and the public function
+
+
+@settings(max_examples=30)
+@given(lengths=st.lists(st.one_of(st.just(0), st.integers(1, 130)), min_size=5, max_size=5), spare=st.integers(0, 70))
+def test_chunk_tables(lengths: list[int], spare: int) -> None:
+    rows = 720
+    start = np.cumsum([0, *lengths[:-1]]) + spare
+    segments = int_vectors(start, lengths, np.arange(5), np.arange(5) + 10)
+    chunks, table, owned = map(np.asarray, tables(segments, rows))
+    expected = []
+    for number, (first, length) in enumerate(zip(start, lengths, strict=True)):
+        assert table[number, 1:].tolist() == [first, length, number, number + 10]
+        if length:
+            assert table[number, kernel.FIRST_CHUNK] == len(expected)
+        expected += [[first + done, min(CHUNK, length - done)] for done in range(0, length, CHUNK)]
+    assert chunks[: len(expected)].tolist() == expected
+    assert (chunks[len(expected) :, 1] == 0).all() and len(chunks) >= rows // CHUNK
+    assert np.flatnonzero(owned).tolist() == list(range(spare, spare + sum(lengths)))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def tables(segments: Segments, rows: int) -> tuple[jax.Array, ...]:
+    return *kernel.chunk_tables(segments, rows), kernel.owned_rows(segments, rows)
+
+
+def test_every_row_a_segment_of_its_own_has_a_chunk() -> None:
+    chunks, *_ = tables(int_vectors(np.arange(70), *np.ones((3, 70))), 70)
+    assert chunks.tolist() == [[row, 1] for row in range(70)]
+
+
+@pytest.mark.parametrize(("count", "error"), [(2, 2.0**-16), (3, 0.0)])
+def test_pieces_add_up(count: int, error: float) -> None:
+    x = np.random.default_rng(0).normal(size=1000).astype(np.float32) * np.logspace(-20, 20, 1000, dtype=np.float32)
+    cut = [np.asarray(piece, np.float64) for piece in jax.jit(pieces, static_argnums=1)(x, count)]
+    assert (np.abs(sum(cut) - x) <= error * np.abs(x)).all()
+    assert (np.abs(cut[0] - x) <= 2.0**-8 * np.abs(x)).all()
+
+
+def small_arguments(dv: int = 16) -> dict[str, np.ndarray | Segments]:
+    names = "q k v a b a_log dt_bias pool segments".split()
+    shape = shapes.Shape("", 2, 4, 16, dv)
+    made = jax.eval_shape(lambda key: shapes.packed_arguments(shape, [5, 3], key), jax.random.key(0))
+    return dict(zip(names, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), made), strict=True))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    arguments = small_arguments()
+    segments = arguments["segments"]
+    assert isinstance(segments, Segments)
+    wrong = {
+        "q has shape": {"q": arguments["q"][:2]},
+        "k is float32": {"k": arguments["k"].astype(np.float32)},
+        "and v": {"v": arguments["v"][:, :3]},
+        "a is bfloat16": {"a": arguments["a"][:, :2]},
+        "b is float32": {"b": arguments["b"].astype(np.float32)},
+        "a_log is bfloat16": {"a_log": arguments["a_log"].astype(jnp.bfloat16)},
+        "dt_bias is": {"dt_bias": arguments["dt_bias"][:3]},
+        "pool is float16": {"pool": arguments["pool"].astype(jnp.float16)},
+        "segments.slot is": {"segments": dataclasses.replace(segments, slot=segments.slot[:1])},
+    }
+    for message, changed in wrong.items():
+        with pytest.raises(ValueError, match=rf"\b{message}\b.* takes? "):
+            jax.eval_shape(gated_delta_prefill, **{**arguments, **changed})
+    jax.eval_shape(gated_delta_prefill, **arguments)
+
+
+def test_sizes_that_are_no_power_of_two_take_the_reference_and_say_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch._say_once.cache_clear()
+    monkeypatch.setattr(kernel, "launch", None)
+    with caplog.at_level(logging.WARNING, "pallas_kernels"):
+        jax.eval_shape(functools.partial(gated_delta_prefill, implementation=KERNEL), **small_arguments(dv=24))
+    assert "value head dimension 24 is no power of two" in caplog.text
+
+
+def test_bytes_moved() -> None:
+    # 0.8B: 16 heads of q, k, v and output, and 1 MiB of state twice
+    shape = shapes.SHAPES[0]
+    assert shapes.bytes_moved(shape, 100) == 100 * 4 * 16 * 128 * 2 + 2 * 2**20
+    assert shapes.bytes_moved(shape, 100, segments=3, pool_dtype=jnp.bfloat16) == 100 * 16384 + 3 * 2**20
 
 
 # Gradients

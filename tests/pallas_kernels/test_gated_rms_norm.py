@@ -1,15 +1,25 @@
-"""RMS norms against Hugging Face's, in float32 and bfloat16."""
+"""RMS norms against Hugging Face's, in float32 and bfloat16; the gated one by its kernel too."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.gated_rms_norm.reference import gated_rms_norm, rms_norm
-from tests.helpers import assert_close, components
+from gdnjax.config.presets import from_preset
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gated_rms_norm import gated_rms_norm, shapes
+from pallas_kernels.gated_rms_norm.reference import rms_norm
+from tests.helpers import assert_close, assert_same_bits, components
 
 EPS = 1e-6
+KERNEL: Implementation = "pallas" if jax.default_backend() != "cpu" else "interpret"
+both = pytest.mark.parametrize("implementation", ["reference", KERNEL])
+
+gated = jax.jit(gated_rms_norm, static_argnames=("eps", "implementation"))
 
 
 def bf16_steps(x: np.ndarray) -> np.ndarray:
@@ -20,11 +30,12 @@ def bf16_steps(x: np.ndarray) -> np.ndarray:
     return np.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
-def test_float32() -> None:
+@both
+def test_float32(implementation: Implementation) -> None:
     c = components()
     assert_close(rms_norm(c["rmsnorm.f32.x"], c["rmsnorm.f32.weight"], EPS), c["rmsnorm.f32.y"], 1e-6)
     x, gate, weight = (c[f"rmsnorm_gated.f32.{name}"] for name in ("x", "gate", "weight"))
-    assert_close(gated_rms_norm(x, gate, weight, EPS), c["rmsnorm_gated.f32.y"], 1e-6)
+    assert_close(gated_rms_norm(x, gate, weight, EPS, implementation), c["rmsnorm_gated.f32.y"], 1e-6)
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", "rmsnorm_gated"])
@@ -55,10 +66,74 @@ def test_zero_weight_is_the_plain_norm() -> None:
     assert_close(gated_rms_norm(x, x, jnp.zeros(7), EPS), np.zeros_like(x), 0.0)
 
 
-def test_eps_counts_for_small_inputs() -> None:
+@both
+def test_eps_counts_for_small_inputs(implementation: Implementation) -> None:
     # The rule's output is often this small: another eps would show in every logit.
     x = np.full((1, 8), 1e-3, np.float32)
     expected = 1e-3 / np.sqrt(1e-6 + EPS)
     assert_close(rms_norm(x, jnp.zeros(8), EPS), np.full((1, 8), expected), 1e-6)
     gate = np.full((1, 8), 30.0, np.float32)  # silu(30) = 30
-    assert_close(gated_rms_norm(x, gate, jnp.ones(8), EPS), np.full((1, 8), 30 * expected), 3e-5)
+    assert_close(gated_rms_norm(x, gate, jnp.ones(8), EPS, implementation), np.full((1, 8), 30 * expected), 3e-5)
+
+
+def gated_float64(x: np.ndarray, gate: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    x, gate, weight = (np.asarray(a, np.float64) for a in (x, gate, weight))
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight * gate / (1 + np.exp(-gate))
+
+
+@both
+@settings(max_examples=12)
+@given(
+    rows=st.integers(1, 5),
+    heads=st.integers(1, 9),
+    dim=st.sampled_from([1, 8, 64, 128, 256, 24]),
+    scale=st.sampled_from([1e-3, 1.0, 1e3]),
+    gate_scale=st.sampled_from([1.0, 50.0]),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+)
+def test_any_shape_against_float64(
+    implementation: Implementation, rows: int, heads: int, dim: int, scale: float, gate_scale: float, dtype: jnp.dtype
+) -> None:
+    rng = np.random.default_rng(heads)
+    x = (scale * rng.normal(size=(rows, heads, dim))).astype(dtype)
+    gate = (gate_scale * rng.normal(size=x.shape)).astype(dtype)
+    weight = rng.normal(size=dim).astype(np.float32)
+    y = gated(x, gate, weight, EPS, implementation)
+    assert y.shape == x.shape and y.dtype == dtype
+    exact = gated_float64(x, gate, weight, EPS)
+    relative = 4e-6 if dtype == jnp.float32 else 2.0**-8 + 4e-6
+    assert (np.abs(np.asarray(y, np.float64) - exact) <= relative * np.abs(exact) + 1e-30).all()
+
+
+@both
+def test_row_does_not_depend_on_its_batch(implementation: Implementation) -> None:
+    # The same compiled program of 64 rows, and programs of 8 rows and of one: heads are cut, rows never.
+    x, gate, weight = map(np.asarray, shapes.arguments(shapes.Shape("", 6, 64), 64, jax.random.key(0)))
+    together = np.asarray(gated(x, gate, weight, EPS, implementation))
+    for row in (0, 5, 63):
+        others = np.arange(64) != row
+        noise = np.where(others[:, None, None], np.nan, x).astype(x.dtype)
+        assert_same_bits(np.asarray(gated(noise, gate, weight, EPS, implementation))[row], together[row])
+        if implementation != "reference":
+            for some in (slice(row, row + 1), slice(row // 8 * 8, row // 8 * 8 + 8)):
+                found = np.asarray(gated(x[some], gate[some], weight, EPS, implementation))
+                assert_same_bits(found[row - some.start], together[row], f"row {row} of {some}")
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = np.ones((2, 3, 8), np.float32)
+    for gate, weight in ((x[:1], x[0, 0]), (x, x[0, 0, :4]), (x, x[0])):
+        with pytest.raises(ValueError, match=r"gate .* take"):
+            gated_rms_norm(x, gate, weight, EPS)
+
+
+def test_shapes_of_the_benchmarks() -> None:
+    for shape in shapes.SHAPES:
+        if shape.name != "397B":
+            c = from_preset(shape.name.lower())
+            assert (shape.heads, shape.dim) == (c.linear_num_value_heads, c.linear_value_head_dim), shape.name
+    x, gate, weight = shapes.arguments(shapes.SHAPES[-1], 3, jax.random.key(1))
+    y = gated(x, gate, weight, EPS, KERNEL)
+    exact = gated_float64(x, gate, weight, EPS)
+    assert (np.abs(np.asarray(y, np.float64) - exact) <= 2.0**-7 * np.abs(exact)).all()
+    assert shapes.bytes_moved(shapes.SHAPES[0], 64) == 3 * 64 * 2048 * 2

@@ -1,0 +1,83 @@
+"""What a worker reports of a kernel, with stand-ins for the compiler that only the extra installs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdnjax.amd import rules, worker
+from gdnjax.amd.jobs import Job
+from gdnjax.amd.kernels import KERNELS, Case, Kernel
+from gdnjax.amd.lower import TritonKernel
+from gdnjax.amd.machine_code import MachineCode
+from gdnjax.amd.targets import Target
+from tests.amd.stand_in import ARGUMENTS, scale_rows, too_large, twice
+
+GOOD = MachineCode(vgprs=72, spills=0, lds_bytes=0, occupancy=7, wide_loads=2, wide_stores=1)
+SPILLING = MachineCode(vgprs=256, spills=3, lds_bytes=0, occupancy=2, wide_loads=2, wide_stores=1)
+
+Compile = Callable[[TritonKernel, Target], MachineCode]
+
+
+def reports_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cases: list[Case], compiler: Compile, side: rules.Side = "decode"
+) -> list[tuple[str, Any]]:
+    def listed(rows: int) -> Iterator[Case]:
+        assert rows == 32
+        yield from cases
+
+    monkeypatch.setitem(KERNELS, "stand_in", Kernel(side, listed))
+    monkeypatch.setattr("gdnjax.amd.machine_code.compile_kernel", compiler)
+    reported: list[tuple[str, Any]] = []
+    with (tmp_path / "stderr").open("w+") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        job = Job("kernel", "stand_in", "gfx1201", 32)
+        worker.compile_kernels(job, lambda kind, value: reported.append((kind, value)))
+    return reported
+
+
+def test_every_launch_of_every_shape_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[TritonKernel] = []
+
+    def compiler(kernel: TritonKernel, target: Target) -> MachineCode:
+        seen.append(kernel)
+        assert target.arch == "gfx1201"
+        return GOOD
+
+    cases = [Case("one", scale_rows, ARGUMENTS), Case("two", twice, ARGUMENTS)]
+    reported = reports_of(monkeypatch, tmp_path, cases, compiler)
+    row = {
+        "name": "scale_rows", "arch": "gfx1201", "shape": "one", "vgprs": 72, "spills": 0, "lds_bytes": 0,
+        "occupancy": 7, "wide_loads": 2, "wide_stores": 1,
+    }  # fmt: skip
+    assert reported == [("kernel", row)] + [("kernel", {**row, "shape": "two"})] * 2
+    assert {kernel.num_warps for kernel in seen} == {4}
+
+
+@pytest.mark.parametrize(("side", "failures"), [("decode", 1), ("prefill", 0)])
+def test_spills_are_a_failure_by_side(
+    side: rules.Side, failures: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cases = [Case("one", scale_rows, ARGUMENTS)]
+    kinds = [kind for kind, _ in reports_of(monkeypatch, tmp_path, cases, lambda *_: SPILLING, side)]
+    assert kinds == ["kernel"] + ["failure"] * failures
+
+
+def test_what_does_not_build_leaves_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def compiler(kernel: TritonKernel, target: Target) -> MachineCode:
+        if "256" not in kernel.text:
+            raise AssertionError
+        print("k.ttir:1:2: error: expected ':'\nsomething else", file=sys.stderr)
+        raise RuntimeError("Parse failed.\nmore")
+
+    cases = [Case("odd", too_large, ARGUMENTS), Case("plain", lambda x: x + 1, ARGUMENTS)]
+    reported = reports_of(monkeypatch, tmp_path, [*cases, Case("one", scale_rows, ARGUMENTS)], compiler)
+    assert {kind for kind, _ in reported} == {"failure"}
+    first, second, third = (text for _, text in reported)
+    assert first.startswith("stand_in, odd, gfx1201: does not build: ") and "\n" not in first
+    assert second == "stand_in, plain, gfx1201: no kernel is launched, its reference runs instead"
+    assert third.endswith("does not build: RuntimeError: Parse failed.; k.ttir:1:2: error: expected ':'")
