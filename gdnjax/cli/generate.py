@@ -10,12 +10,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gdnjax.cli import UsageError, add_json_flag, print_json
-from gdnjax.cli.source import add_source, load_model
+from gdnjax.cli.source import add_source, load_model, overrides
 
 if TYPE_CHECKING:
     from gdnjax.lm import LanguageModel
 
 MAX_IDS_BYTES = 64 * 2**20
+NO_TOKENIZER = "this model has no tokenizer; give token ids with --ids"
 
 
 def add_parser(commands: Any) -> None:
@@ -49,6 +50,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--system and --thinking shape a chat; give them with --chat")
     check_usage(args)
     ids = read_ids(args.ids) if args.ids is not None else None
+    if args.config is not None and args.model is None and ids is None:
+        # Before minutes of drawing weights; that the shape is known and possible comes first.
+        from gdnjax.config import from_preset
+
+        from_preset(args.config, **overrides(args))
+        raise ValueError(NO_TOKENIZER)
     lm = load_model(args, args.seed)
     prompt = ids if ids is not None else _encode(lm, args)
     printer = Printer(quiet=args.json)
@@ -100,10 +107,10 @@ def check_usage(args: argparse.Namespace) -> None:
     from gdnjax.config import ConfigError
     from gdnjax.generation.sampling import SamplingParams
 
-    if args.config is not None and args.ids is None:
-        raise UsageError(f"--config {args.config} has random weights and no tokenizer; give token ids with --ids")
     if args.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens {args.max_new_tokens}: it takes an integer >= 1")
+        raise UsageError(f"max_new_tokens = {args.max_new_tokens}; it takes an integer >= 1")
+    if "" in args.stop:
+        raise UsageError(f"stop = {args.stop!r}; it takes strings of at least one character")
     names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty".split()
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     try:
@@ -154,7 +161,7 @@ def read_ids(path: str) -> list[int]:
 
 def _encode(lm: LanguageModel, args: argparse.Namespace) -> list[int]:
     if lm.tokenizer is None:
-        raise ValueError("this model has no tokenizer; give token ids with --ids")
+        raise ValueError(NO_TOKENIZER)
     if args.prompt is not None:
         return lm.tokenizer.encode(args.prompt)
     from gdnjax.chat import encode_chat

@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    layout = config.state_layout
     rows = [
         ("parameters", f"{costs.parameters:,}"),
         ("weights", f"{format_bytes(costs.weight_bytes)} ({config.dtype})"),
         *((f"state a request, {k}", format_bytes(v)) for k, v in costs.bytes_per_request.items()),
         ("KV cache a token", format_bytes(costs.bytes_per_kv_token)),
-        ("max_requests" if args.memory is None else f"requests that fit in {args.memory}", f"{requests:,} ({layout})"),
+        ("state layout", config.state_layout),
+        ("max_requests" if args.memory is None else f"requests that fit in {args.memory}", f"{requests:,}"),
         ("kv_tokens" if args.memory is None else f"KV tokens that fit in {args.memory}", f"{kv_tokens:,}"),
     ]
     width = max(len(name) for name, _ in rows)

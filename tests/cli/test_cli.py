@@ -265,7 +265,7 @@ def test_failures(capsys: Capture, arguments: list[str], message: str) -> None:
     ids=str,
 )
 def test_bad_sampling_values(capsys: Capture, model: LanguageModel, flags: list[str], message: str) -> None:
-    assert message in fails(capsys, 1, "generate", "--prompt", "a", *flags)
+    assert message in fails(capsys, 2, "generate", "--prompt", "a", *flags)
 
 
 @pytest.mark.parametrize(
