@@ -365,7 +365,7 @@ def test_real_head_sizes(ratio: int, dtype: jnp.dtype, pool_dtype: jnp.dtype) ->
     inputs = [np.asarray(values[0], dtype) for values in (x["q"], x["k"], x["v"], a, b)]
     rng = np.random.default_rng(0)
     slot = 1 + rng.permutation(len(lengths))
-    pool = 0.3 * rng.normal(size=(len(lengths) + 2, ratio, 128, 128)).astype(pool_dtype)
+    pool = (0.3 * rng.normal(size=(len(lengths) + 2, ratio, 128, 128))).astype(pool_dtype)
     pool[slot[0]] = np.nan  # starts from nothing
     position = [5 * (number > 0) for number in range(len(lengths))]
     ends = np.cumsum(lengths)
