@@ -183,7 +183,7 @@ def forward_without_intermediates(params: Any, config: Config, tokens: jax.Array
         mixed, z, b, a = gdn_project(p, x, c)
         q, k, v = gdn_heads(causal_conv_sequence(mixed, p["conv1d"]["weight"]), c)
         out, _ = gated_delta_sequence(q, k, v, *gates(a, b, p["A_log"], p["dt_bias"]))
-        return gdn_output(p, out.astype(x.dtype), z, c)
+        return gdn_output(p, out.astype(x.dtype), z, c, "reference")
 
     def mix_attention(p: Any, x: jax.Array, _: int) -> jax.Array:
         return _attention(p, x, c, cos, sin)[0]
