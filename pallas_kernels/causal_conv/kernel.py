@@ -3,8 +3,8 @@
 What makes the ring safe: **whoever writes a segment's ring is the only one to read it.** A program owns a
 block of channels of one segment's ring: it computes the first K - 1 rows of the segment, which alone look
 back into the ring, and writes the segment's last W inputs after that. Rows further in need nothing but
-inputs; programs of their own take them in tiles, in the same launch. Decoding is the first of these with one
-row, and both kernels call `_head_row`, so one token gives the same bits on either path.
+inputs; programs of their own take them a few at a time, in the same launch. Decoding is the first of these
+with one row. All of them call `_convolve`, so a token gives the same bits on every path.
 """
 
 from __future__ import annotations
@@ -19,67 +19,63 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import power_of_two
 from pallas_kernels.segments import Segments
-from pallas_kernels.triton_backend import Warps, launch, load, store
+from pallas_kernels.triton_backend import Warps, launch
 
 BLOCK = 256
 """Most channels of one program: 16 bytes a lane in bfloat16 with 32 lanes, one warp."""
-TILE_ROWS = 4
+TILE_ROWS = 8
 """Rows of one program of rows that need no ring."""
 WARPS = Warps(wave64=1, wave32=1)
 """One, so that a program's reads of a ring come before its writes whichever lanes they fall on."""
 
 
-def _convolve(taps: list[jax.Array], weights: list[jax.Array], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """silu(sum_j w_j x_j), oldest tap first, in float32, rounded once. Every output comes from here."""
-    total = jnp.zeros(taps[0].shape, jnp.float32)
-    for tap, weight in zip(taps, weights, strict=True):
-        total = total + tap.astype(jnp.float32) * weight
-    return jax.nn.silu(total).astype(dtype)
+def _convolve(live: jax.Array, taps: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+    """silu(sum_j w_j x_j) of K taps `[block]`, oldest first, in float32, rounded once; zeros unless `live`.
+
+    A loop of one or no turn, known only at run time, keeps the arithmetic apart from what surrounds it:
+    fused with it, it could round differently here and there.
+    """
+
+    def turn(_: jax.Array, __: jax.Array) -> jax.Array:
+        total = jnp.zeros(taps[0].shape, jnp.float32)
+        for tap, weight in zip(taps, weights, strict=True):
+            total = total + tap.astype(jnp.float32) * weight.astype(jnp.float32)
+        return jax.nn.silu(total).astype(taps[0].dtype)
+
+    return jax.lax.fori_loop(0, live.astype(jnp.int32), turn, jnp.zeros_like(taps[0]))
 
 
 def _weights(weight: Any, channels: Any) -> list[jax.Array]:
-    """The K columns of `[C, 1, K]` for a block of channels, oldest tap first, float32."""
+    """The K columns of `[C, 1, K]` for a block of channels, oldest tap first."""
     width = weight.shape[2]
     if power_of_two(width):
         # One contiguous read, taken apart in registers. (Blocks have no other sizes.)
         columns = jax.lax.split(weight[channels, 0, :], [1] * width, axis=1)
-        return [jax.lax.squeeze(column, (1,)).astype(jnp.float32) for column in columns]
-    return [weight[channels, 0, j].astype(jnp.float32) for j in range(width)]
+        return [jax.lax.squeeze(column, (1,)) for column in columns]
+    return [weight[channels, 0, j] for j in range(width)]
 
 
-def _head_row(
-    x: Any, ring: Any, weights: list[jax.Array], channels: Any, row: Any, ring_row: Any, position: Any, i: int
-) -> jax.Array:
-    """Output `[block]` of a segment's row number i, where i < K - 1: earlier taps come from the ring.
-
-    row, position: of the segment's first row, and of its first token.
-    """
-    columns, taps = ring.shape[1], []
-    for back in range(len(weights) - 1, -1, -1):
-        if back <= i:
-            taps.append(x[row + i - back, channels])
-            continue
-        before = position + i - back
+def _history(ring: Any, channels: Any, ring_row: jax.Array, position: jax.Array, count: int) -> list[jax.Array]:
+    """The last `count` inputs before `position`, oldest first, zeros before the request's start."""
+    taps = []
+    for back in range(count, 0, -1):
+        before = position - back
+        stored = ring[ring_row, jax.lax.rem(jnp.maximum(before, 0), ring.shape[1]), channels]
         # Selected: before a request's start its ring may hold anything.
-        column = jax.lax.rem(jnp.maximum(before, 0), columns)
-        stored = ring[ring_row, column, channels]
-        taps.append(jnp.where(before >= 0, stored, jnp.zeros(stored.shape, ring.dtype)))
-    return _convolve(taps, weights, x.dtype)
+        taps.append(jnp.where(before >= 0, stored, jnp.zeros_like(stored)))
+    return taps
 
 
 def _decode(x: Any, weight: Any, ring_rows: Any, positions: Any, _: Any, out: Any, ring: Any, *, block: int) -> None:
     channels, row = pl.ds(pl.program_id(0) * block, block), pl.program_id(1)
     ring_row, position = ring_rows[row], positions[row]
+    weights, here = _weights(weight, channels), x[row, channels]
+    taps = [*_history(ring, channels, ring_row, position, len(weights) - 1), here]
+    out[row, channels] = _convolve(ring_row > 0, taps, weights)
 
     @pl.when(ring_row > 0)
     def _() -> None:
-        weights = _weights(weight, channels)
-        out[row, channels] = _head_row(x, ring, weights, channels, row, ring_row, position, 0)
-        ring[ring_row, jax.lax.rem(position, ring.shape[1]), channels] = x[row, channels]
-
-    @pl.when(ring_row <= 0)
-    def _() -> None:
-        out[row, channels] = jnp.zeros((block,), out.dtype)
+        ring[ring_row, jax.lax.rem(position, ring.shape[1]), channels] = here
 
 
 def _packed(
@@ -88,7 +84,7 @@ def _packed(
     starts: Any,
     lengths: Any,
     positions: Any,
-    first_row: Any,
+    first_rows: Any,
     _: Any,
     out: Any,
     ring: Any,
@@ -96,57 +92,67 @@ def _packed(
     block: int,
     tiles: int,
 ) -> None:
-    first_channel, number = pl.program_id(0) * block, pl.program_id(1)
-    channels = pl.ds(first_channel, block)
+    channels, number = pl.ds(pl.program_id(0) * block, block), pl.program_id(1)
 
     @pl.when(number < tiles)
     def _() -> None:
-        _inner_rows(x, _weights(weight, channels), first_row, out, number * TILE_ROWS, first_channel, block)
+        _inner_rows(x, _weights(weight, channels), first_rows, out, channels, number * TILE_ROWS)
 
-    @pl.when(number >= tiles)
+    segment = jnp.maximum(number - tiles, 0)
+    start, length, position = starts[segment], lengths[segment], positions[segment]
+
+    @pl.when((number >= tiles) & (length > 0))
     def _() -> None:
-        segment = number - tiles
-        length = lengths[segment]
+        weights = _weights(weight, channels)
+        _head_rows(x, weights, out, ring, channels, start, length, position, segment + 1)
+        columns = ring.shape[1]
+        for back in range(1, columns + 1):
 
-        @pl.when(length > 0)
-        def _() -> None:
-            start, position = starts[segment], positions[segment]
-            weights = _weights(weight, channels)
-            for i in range(len(weights) - 1):
-
-                @pl.when(i < length)
-                def _(i: int = i) -> None:
-                    row = start + i
-                    out[row, channels] = _head_row(x, ring, weights, channels, start, segment + 1, position, i)
-
-            columns = ring.shape[1]
-            for back in range(1, columns + 1):
-
-                @pl.when(back <= length)
-                def _(back: int = back) -> None:
-                    column = jax.lax.rem(position + length - back, columns)
-                    ring[segment + 1, column, channels] = x[start + length - back, channels]
+            @pl.when(back <= length)
+            def _(back: int = back) -> None:
+                column = jax.lax.rem(position + length - back, columns)
+                ring[segment + 1, column, channels] = x[start + length - back, channels]
 
 
-def _inner_rows(
-    x: Any, weights: list[jax.Array], first_row: Any, out: Any, row: jax.Array, first_channel: jax.Array, block: int
+def _head_rows(
+    x: Any,
+    weights: list[jax.Array],
+    out: Any,
+    ring: Any,
+    channels: Any,
+    start: jax.Array,
+    length: jax.Array,
+    position: jax.Array,
+    ring_row: jax.Array,
 ) -> None:
-    """Rows `row`.. of the batch that lie K - 1 or more behind their segment's start, and zeros for padding."""
-    rows = row + jnp.arange(TILE_ROWS, dtype=jnp.int32)
-    inside = rows < x.shape[0]
-    # A row's segment's first row; -1 for padding.
-    first = load(first_row.at[rows], mask=inside, other=jnp.zeros(rows.shape, jnp.int32))
-    padding = inside & (first < 0)
-    inner = inside & (first >= 0) & (rows - first >= len(weights) - 1)
-    shape = (TILE_ROWS, block)
-    channel = jnp.broadcast_to(first_channel + jnp.arange(block, dtype=jnp.int32), shape)
-    across = lambda vector: jnp.broadcast_to(vector[:, None], shape)  # noqa: E731
-    mask, nothing = across(inner), jnp.zeros(shape, x.dtype)
-    taps = [
-        load(x.at[across(rows - back), channel], mask=mask, other=nothing) for back in range(len(weights) - 1, -1, -1)
-    ]
-    y = jnp.where(mask, _convolve(taps, [w[None, :] for w in weights], x.dtype), nothing)
-    store(out.at[across(rows), channel], y, mask=across(inner | padding))
+    """A segment's first K - 1 rows, as far as it has them."""
+    heads = len(weights) - 1
+    # Rows that don't exist are read as the last one, and not used.
+    line = [x[jnp.minimum(start + i, x.shape[0] - 1), channels] for i in range(heads)]
+    line = [*_history(ring, channels, ring_row, position, heads), *line]
+    for i in range(heads):
+        y = _convolve(i < length, line[i : i + len(weights)], weights)
+
+        @pl.when(i < length)
+        def _(i: int = i, y: jax.Array = y) -> None:
+            out[start + i, channels] = y
+
+
+def _inner_rows(x: Any, weights: list[jax.Array], first_rows: Any, out: Any, channels: Any, start: jax.Array) -> None:
+    """Of TILE_ROWS rows of the batch those that lie K - 1 or more behind their segment's start, and zeros for
+    padding."""
+    heads, last = len(weights) - 1, x.shape[0] - 1
+    # Rows that don't exist are read as the first or the last one, and not used.
+    line = [x[jnp.clip(start + i, 0, last), channels] for i in range(-heads, TILE_ROWS)]
+    for i in range(TILE_ROWS):
+        row = start + i
+        first = first_rows[jnp.minimum(row, last)]
+        inner = (row <= last) & (first >= 0) & (row - first >= heads)
+        y = _convolve(inner, line[i : i + len(weights)], weights)
+
+        @pl.when(inner | ((row <= last) & (first < 0)))
+        def _(row: jax.Array = row, y: jax.Array = y) -> None:
+            out[row, channels] = y
 
 
 def causal_conv_decode(
@@ -178,10 +184,10 @@ def causal_conv_packed(
     block = math.gcd(channels, BLOCK)
     tiles = pl.cdiv(rows, TILE_ROWS)
     # The same for all layers, so that a step computes it once.
-    first_row = jnp.where(segment_of_row >= 0, segments.start[jnp.maximum(segment_of_row, 0)], -1)
+    first_rows = jnp.where(segment_of_row >= 0, segments.start[jnp.maximum(segment_of_row, 0)], -1)
     out, ring = launch(
         functools.partial(_packed, block=block, tiles=tiles),
-        [x, weight, segments.start, segments.length, segments.position, first_row, ring],
+        [x, weight, segments.start, segments.length, segments.position, first_rows, ring],
         name="causal_conv_packed",
         grid=(channels // block, tiles + segments.start.shape[0]),
         out_shape=[_struct(x), _struct(ring)],

@@ -113,10 +113,18 @@ def strong(kind: str, length: int, key_heads: int = 1, dk: int = 12, dv: int = 2
         x["k"][:] = x["k"][:, :1] + 1e-3 * rng.normal(size=x["k"].shape)
     elif kind == "decays of -80 among none":
         x["g"][:] = np.where(rng.uniform(size=x["g"].shape) < 0.2, -80.0, 0.0)
+    elif kind == "decays of -80 among slow ones":  # a difference of running sums loses the slow ones
+        x["g"][:] = np.where(rng.uniform(size=x["g"].shape) < 0.2, -80.0, 0.01 * x["g"])
     return x
 
 
-STRONG = ["all decays -50", "same keys, no decay, beta 1", "nearly the same keys", "decays of -80 among none"]
+STRONG = [
+    "all decays -50",
+    "same keys, no decay, beta 1",
+    "nearly the same keys",
+    "decays of -80 among none",
+    "decays of -80 among slow ones",
+]
 
 
 @pytest.mark.parametrize("kind", STRONG)
