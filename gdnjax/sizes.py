@@ -9,8 +9,14 @@ import jax
 import numpy as np
 
 from gdnjax.config import Config
+from gdnjax.platform import device_memory
 from gdnjax.state.pytree import state_shapes
 from gdnjax.weights.declaration import abstract_params
+
+CPU_MEMORY = 2**30
+"""What `derive_limits` counts with on a CPU, whose memory belongs to others too."""
+MOST_REQUESTS = 64
+"""The most requests that `derive_limits` asks for: beyond it a step's time grows with its rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,24 +70,76 @@ def fit(config: Config, memory: int) -> tuple[int, int]:
     Raises:
         ValueError: not even one request fits.
     """
+    free, request, page = _room(config, memory)
+    whole = request + config.pages_per_request * page
+    most_requests, most_pages = _index_limits(config)
+    requests = min(free // whole, most_requests, most_pages // config.pages_per_request)
+    if requests < 1:
+        weights = sizes(config).weight_bytes
+        raise ValueError(
+            f"memory of {memory:,} bytes holds no request of max_length = {config.max_length}: the weights take "
+            f"{weights:,}, and one request needs {memory - free + whole:,} in all; lower max_length or the dtype"
+        )
+    pages = (free - requests * request) // page if page else most_pages
+    return requests, min(pages, most_pages) * config.page_size
+
+
+def derive_limits(
+    config: Config, max_requests: int | None = None, kv_tokens: int | None = None, memory: int | None = None
+) -> Config:
+    """A config whose `max_requests` and `kv_tokens` fill `memory_fraction` of the device's memory.
+
+    Weights and prefix snapshots come off first. What is given stays as it is. Derived are at most
+    `MOST_REQUESTS` requests, and at most the KV tokens that these can fill, unless prefix caching can use more.
+
+    Args:
+        config: sizes, layout and `max_length`; its own `max_requests` and `kv_tokens` are not read.
+        max_requests, kv_tokens: None is derived.
+        memory: bytes; None is what JAX may use on its default device, and `CPU_MEMORY` on a CPU.
+
+    Raises:
+        ValueError: the memory does not hold one request of `max_length`, or what is given.
+    """
+    if max_requests is not None and kv_tokens is not None:
+        return config.replace(max_requests=max_requests, kv_tokens=kv_tokens)
+    if memory is None:
+        memory = device_memory() or CPU_MEMORY
+    budget = int(memory * config.memory_fraction) - config.prefix_cache_bytes
+    config = config.replace(max_requests=1, kv_tokens=None)
+    free, request, page = _room(config, budget)
+    most_requests, most_pages = _index_limits(config)
+    if kv_tokens is not None:
+        free -= kv_tokens // config.page_size * page
+        max_requests = min(MOST_REQUESTS, most_requests, free // request)
+        fits = max_requests >= 1
+    else:
+        if max_requests is None:
+            max_requests = min(MOST_REQUESTS, fit(config, budget)[0])
+        free -= max_requests * request
+        pages = min(most_pages, free // page if page else most_pages)
+        fits = pages >= config.pages_per_request
+        if not config.prefix_cache_bytes:
+            pages = min(pages, max_requests * config.pages_per_request)
+        kv_tokens = pages * config.page_size
+    if not fits:
+        raise ValueError(
+            f"memory_fraction = {config.memory_fraction} of {memory:,} bytes: weights, prefix snapshots and what is "
+            f"given leave {max(0, free):,}; a request takes {request:,}, and its max_length = {config.max_length} "
+            f"tokens {page * config.pages_per_request:,}: lower max_requests, kv_tokens, max_length or "
+            "prefix_cache_bytes"
+        )
+    return config.replace(max_requests=max_requests, kv_tokens=kv_tokens)
+
+
+def _room(config: Config, memory: int) -> tuple[int, int, int]:
+    """Bytes beside the weights and what is reserved; bytes of one more request, and of one more KV page."""
     costs = sizes(config)
     page = costs.bytes_per_kv_token * config.page_size
     # Four int32 a request (its slots, position and pending tokens) and its row of the page table.
     request = costs.bytes_per_request[config.state_layout] + 4 * (4 + config.pages_per_request)
     # The reserved slot, ring row and page.
     reserved = costs.bytes_per_request["in_place"] + page
-    free = memory - costs.weight_bytes - reserved
-    whole = request + config.pages_per_request * page
-    most_requests, most_pages = _index_limits(config)
-    requests = min(free // whole, most_requests, most_pages // config.pages_per_request)
-    if requests < 1:
-        needed = costs.weight_bytes + reserved + whole
-        raise ValueError(
-            f"memory of {memory:,} bytes holds no request of max_length = {config.max_length}: the weights take "
-            f"{costs.weight_bytes:,}, and one request needs {needed:,} in all; lower max_length or the dtype"
-        )
-    pages = (free - requests * request) // page if page else most_pages
-    return requests, min(pages, most_pages) * config.page_size
+    return memory - costs.weight_bytes - reserved, request, page
 
 
 def _index_limits(config: Config) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""Choose JAX's platform before any test module imports it, and hypothesis's profile."""
+"""Choose JAX's platform before any test module imports it, debug mode, and hypothesis's profile."""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("GDNJAX_TEST_PLATFORM", "cpu")
+os.environ["GDNJAX_DEBUG"] = "1"
 
 from hypothesis import settings
 

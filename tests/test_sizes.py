@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdnjax.config import Config, from_preset
-from gdnjax.sizes import fit, sizes
+from gdnjax.sizes import CPU_MEMORY, MOST_REQUESTS, derive_limits, fit, sizes
 from gdnjax.state import init_state
 from gdnjax.weights.declaration import init_params
 from tests.generation.small import SMALL
@@ -128,3 +128,49 @@ def test_without_attention_no_cache_grows() -> None:
     assert sizes(config).bytes_per_kv_token == 0
     requests, tokens = fit(config, 100 * MIB)
     assert requests > 1 and tokens >= requests * config.max_length
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_derived_limits_fill_the_memory(layout: str) -> None:
+    config = SMALL.replace(state_layout=layout, memory_fraction=0.5, max_requests=1000)
+    costs, tokens = sizes(config), config.pages_per_request * config.page_size
+
+    def spent(c: Config) -> int:
+        return costs.weight_bytes + allocated(c) + c.prefix_cache_bytes
+
+    one = costs.weight_bytes + allocated(config.replace(max_requests=1, kv_tokens=tokens))
+    found = derive_limits(config, memory=2 * one)
+    assert (found.max_requests, found.kv_tokens, found.state_layout) == (1, tokens, layout)
+    ten = costs.weight_bytes + allocated(config.replace(max_requests=10, kv_tokens=10 * tokens))
+    found = derive_limits(config, memory=2 * ten)
+    assert (found.max_requests, found.kv_tokens) == (10, 10 * tokens)
+    # what is given stays
+    assert derive_limits(config, max_requests=4, memory=2 * ten).kv_tokens == 4 * tokens
+    found = derive_limits(config, kv_tokens=tokens, memory=2 * ten)
+    assert found.max_requests > 10 and found.kv_tokens == tokens and spent(found) <= ten
+    assert spent(found.replace(max_requests=found.max_requests + 1)) > ten
+    given = derive_limits(config, max_requests=3, kv_tokens=16, memory=1)
+    assert (given.max_requests, given.kv_tokens) == (3, 16)
+    # never more requests than a step is good for, and tokens that only prefixes can fill
+    assert derive_limits(config, memory=2**40).max_requests == MOST_REQUESTS
+    assert derive_limits(config, memory=2**40).kv_tokens == MOST_REQUESTS * tokens
+    caching = config.replace(prefix_cache_bytes=100_000)
+    found = derive_limits(caching, max_requests=4, memory=2 * ten)
+    assert found.kv_tokens is not None and found.kv_tokens > 4 * tokens and spent(found) <= ten
+    assert spent(found.replace(kv_tokens=found.kv_tokens + found.page_size)) > ten
+
+
+def test_derived_limits_that_do_not_fit() -> None:
+    tokens = SMALL.pages_per_request * SMALL.page_size
+    one = sizes(SMALL).weight_bytes + allocated(SMALL.replace(max_requests=1, kv_tokens=tokens))
+    for given in ({"max_requests": 2}, {"kv_tokens": tokens + 16}):
+        with pytest.raises(
+            ValueError, match=r"memory_fraction = 1.0 of .* bytes: .*; a request takes .*: lower max_req"
+        ):
+            derive_limits(SMALL.replace(memory_fraction=1.0), memory=one, **given)
+    with pytest.raises(ValueError, match="holds no request of max_length = 64"):
+        derive_limits(SMALL.replace(memory_fraction=1.0), memory=one - 1)
+
+
+def test_a_device_that_does_not_say_counts_with_the_default() -> None:
+    assert derive_limits(SMALL) == derive_limits(SMALL, memory=CPU_MEMORY)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from typing import Any
 
-from gdnjax.cli import add_json_flag, print_json
+from gdnjax.cli import UsageError, add_json_flag, print_json
 from gdnjax.cli.source import add_platform, require_platform
 
 ROWS = (1, 4, 16, 64)
@@ -16,8 +18,11 @@ def add_parser(commands: Any) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     kernels = what.add_parser("kernels", help="every kernel against the bytes it must move")
     state = what.add_parser("state", help="traffic of the recurrent state by layout; recommends one")
+    state.add_argument(
+        "--write", metavar="FILE.yaml", help="write the shape there with the recommended layout for this platform"
+    )
     for command, run in ((kernels, run_kernels), (state, run_state)):
-        command.add_argument("--config", default="0.8b", metavar="NAME", help="shape from configs/ (0.8b)")
+        command.add_argument("--config", default="0.8b", metavar="NAME|FILE.yaml", help="shape (0.8b)")
         command.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="R", help="batch sizes")
         add_platform(command)
         add_json_flag(command)
@@ -45,7 +50,11 @@ def run_state(args: argparse.Namespace) -> int:
     from gdnjax.config import from_preset
 
     config = _check(args, from_preset(args.config))
+    if args.write is not None:
+        _check_target(args.write)
     report = study(config, tuple(args.rows))
+    if args.write is not None:
+        write_layout(args.write, args.config, report)
     if args.json:
         print_json(report)
         return 0
@@ -55,7 +64,41 @@ def run_state(args: argparse.Namespace) -> int:
     for cell in report["cells"]:
         print(f"{cell['rows']:>5}" + "".join(f"{cell['us'][n]:>9} ({cell['of_copy'][n]:.2f})" for n in names))
     print(f"twin is {report['twin_gain']:+.1%} against in place: state_layout: {report['recommended_layout']}")
+    if args.write is not None:
+        print(f"written to {args.write}; use it with --config {args.write}")
     return 0
+
+
+def write_layout(path: str, shape: str, report: dict[str, Any]) -> None:
+    """Writes a shape with the layout that a report recommends for this platform into the new file `path`."""
+    from gdnjax.config.presets import with_override
+    from gdnjax.platform import current_platform
+
+    _check_target(path)
+    layout = report["recommended_layout"]
+    note = (
+        f"# The shape {shape} with the state layout for this platform, written by `gdnjax bench state`.\n"
+        f"# {report['device']}: twin is {report['twin_gain']:+.1%} against in place.\n"
+    )
+    text = note + with_override(shape, current_platform(), "state_layout", layout)
+    # Under its own name only once it is whole.
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=os.path.dirname(path) or ".", delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.link(file.name, path)
+        finally:
+            os.unlink(file.name)
+
+
+def _check_target(path: str) -> None:
+    if not path.endswith(".yaml"):
+        raise UsageError(f"--write {path}; it takes a file name that ends in .yaml")
+    if os.path.lexists(path):
+        raise UsageError(f"--write {path} exists; remove it or choose another name")
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise UsageError(f"--write {path}: no such folder; make it first")
 
 
 def _check(args: argparse.Namespace, config: Any) -> Any:

@@ -16,7 +16,7 @@ UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "KI": 2**10
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("info", help="sizes of a model and what fits into a memory")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a shipped model or a directory")
-    parser.add_argument("--config", metavar="NAME", help="a shape from configs/ instead of a model")
+    parser.add_argument("--config", metavar="NAME|FILE.yaml", help="a shape instead of a model")
     parser.add_argument(
         "--memory", metavar="SIZE", help="such as 32GiB: how many requests and KV tokens fit beside the weights"
     )

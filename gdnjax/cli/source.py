@@ -27,7 +27,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="NAME|DIR", help=f"weights: a shipped model or a directory ({DEFAULT_MODEL})"
     )
-    parser.add_argument("--config", metavar="NAME", help="a shape from configs/, with random weights")
+    parser.add_argument(
+        "--config", metavar="NAME|FILE.yaml", help="a shape from configs/ or a file, with random weights"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and activations")
     parser.add_argument("--max-length", type=int, metavar="N", help="longest request, prompt and new tokens")
     parser.add_argument("--state-layout", choices=("in_place", "twin"), help="recurrent slots a request")

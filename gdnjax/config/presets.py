@@ -20,15 +20,44 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in configs_dir().glob("*.yaml"))
 
 
+def preset_path(name: str) -> pathlib.Path:
+    """The file of a shipped shape, or a file of one's own: any name that ends in `.yaml`.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if name.endswith(".yaml"):
+        path = pathlib.Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file; it takes a YAML file of config keys, as those in configs/")
+        return path
+    if name not in preset_names():
+        takes = ", ".join(preset_names())
+        raise ConfigError(f"unknown config {name!r}; it takes one of {takes}, or a file that ends in .yaml")
+    return configs_dir() / f"{name}.yaml"
+
+
 def from_preset(name: str, **overrides: Any) -> Config:
-    """The shape `configs/NAME.yaml`.
+    """The shape `configs/NAME.yaml`, or the one in a file of one's own.
 
     Raises:
         ConfigError: no such shape, or one with a key that is unknown or unsupported.
     """
-    if name not in preset_names():
-        raise ConfigError(f"unknown config {name!r}; it takes one of {', '.join(preset_names())}")
-    return from_yaml(configs_dir() / f"{name}.yaml", **overrides)
+    return from_yaml(preset_path(name), **overrides)
+
+
+def with_override(name: str, platform: str, key: str, value: Any) -> str:
+    """The text of a shape's file with `platform_overrides.PLATFORM.KEY` set, other overrides kept.
+
+    Raises:
+        ConfigError: no such shape, or a value that the key does not take.
+    """
+    config = from_preset(name)
+    merged = {p: dict(keys) for p, keys in config.platform_overrides}
+    merged.setdefault(platform, {})[key] = value
+    config.replace(platform_overrides=merged)
+    values = yaml.safe_load(preset_path(name).read_text(encoding="utf-8")) | {"platform_overrides": merged}
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def from_yaml(path: pathlib.Path, **overrides: Any) -> Config:

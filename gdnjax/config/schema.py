@@ -74,6 +74,10 @@ class Config:
       a kernel cannot take run the reference.
     * `attention_pin`, `attention_segment`: decode attention cuts every row's keys into
       attention_pin / attention_segment segments, of attention_segment keys at attention_pin keys.
+    * `memory_fraction`: share of the device's memory that weights, state, KV cache and prefix snapshots
+      take together where a server derives `max_requests` or `kv_tokens` (`gdnjax.sizes.derive_limits`).
+    * `prefix_cache_bytes`: memory for snapshots of prefixes that requests share; 0 switches prefix caching off.
+    * `prefix_interval`: a prefix is kept about every so many tokens, rounded up to whole pages.
     * `platform_overrides`: serving keys that differ by platform, applied by `for_platform`.
     """
 
@@ -110,6 +114,9 @@ class Config:
     kernels: Literal["reference", "pallas", "interpret"] = "reference"
     attention_pin: int = 4096
     attention_segment: int = 256
+    memory_fraction: float = 0.9
+    prefix_cache_bytes: int = 0
+    prefix_interval: int = 512
     platform_overrides: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (("rocm", (("state_layout", "twin"),)),)
 
     generation: GenerationDefaults = GenerationDefaults()
@@ -208,7 +215,7 @@ class Config:
 
 SERVING_KEYS = frozenset(
     """max_requests max_length kv_tokens page_size prefill_tokens state_layout state_dtype kernels attention_pin
-    attention_segment""".split()
+    attention_segment memory_fraction prefix_cache_bytes prefix_interval""".split()
 )
 
 
@@ -327,6 +334,9 @@ def _check_serving(c: Config) -> None:
         c.attention_pin,
         f"a positive multiple of attention_segment = {c.attention_segment}",
     )
+    require(0.0 < c.memory_fraction <= 1.0, "memory_fraction", c.memory_fraction, "a number in (0, 1]")
+    require(c.prefix_cache_bytes >= 0, "prefix_cache_bytes", c.prefix_cache_bytes, "an integer >= 0 (0 is off)")
+    require(c.prefix_interval >= 1, "prefix_interval", c.prefix_interval, "an integer >= 1")
     if c.kv_tokens is not None:
         require(
             c.kv_tokens >= c.page_size and c.kv_tokens % c.page_size == 0,

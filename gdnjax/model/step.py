@@ -22,6 +22,7 @@ from gdnjax.model.layers import (
     head,
     run_layers,
 )
+from gdnjax.state.backend import Backend
 from gdnjax.state.batch import Batch, segments_of
 from gdnjax.state.pytree import State
 from gdnjax.weights.declaration import Params
@@ -185,6 +186,10 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
         position=state.position + segments.length,
     )
     return head(params, _wanted(hidden, batch)), state
+
+
+BACKEND = Backend("gdnjax", prefill, decode_step)
+"""These functions, which take both layouts: what the pool and the engine step with unless told otherwise."""
 
 
 def _kv_slot(live: jax.Array, page: jax.Array, position: jax.Array, page_size: int) -> jax.Array:

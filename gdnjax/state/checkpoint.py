@@ -27,9 +27,10 @@ STATE_FORMAT_VERSION = 1
 _FOLDER = "state"
 
 # Nothing in the state depends on these: they may differ between the run that saved and the one that goes on.
-_FREE = frozenset(
-    """generation platform_overrides prefill_tokens kernels attention_pin attention_segment initializer_range
-    language_model_only tie_word_embeddings mtp_num_hidden_layers max_position_embeddings""".split()
+FREE = frozenset(
+    """generation platform_overrides prefill_tokens kernels attention_pin attention_segment memory_fraction
+    prefix_cache_bytes prefix_interval initializer_range language_model_only tie_word_embeddings
+    mtp_num_hidden_layers max_position_embeddings""".split()
 )
 
 
@@ -43,7 +44,7 @@ def save_state(path: str | os.PathLike[str], state: State) -> None:
     listed = {name: (np.dtype(array.dtype), tuple(array.shape)) for name, array in arrays.items()}
     with new_directory(pathlib.Path(path)) as temporary:
         write_arrays(temporary / _FOLDER, arrays)
-        config = _values(state.config)
+        config = config_values(state.config)
         write_manifest(temporary, "state", STATE_FORMAT_VERSION, _FOLDER, listed, config=config)
 
 
@@ -62,10 +63,10 @@ def restore_state(path: str | os.PathLike[str], config: Config, sharding: jax.sh
     """
     directory = pathlib.Path(path)
     manifest = read_manifest(directory, "state", STATE_FORMAT_VERSION, _FOLDER)
-    _check_config(manifest.values.get("config"), config, directory / MANIFEST)
+    check_config(manifest.values.get("config"), config, directory / MANIFEST)
     shapes = state_shapes(config)
     declared: Arrays = {name: (np.dtype(a.dtype), tuple(a.shape)) for name, a in _named(shapes).items()}
-    _check_arrays(manifest.tensors, declared, directory / MANIFEST)
+    check_arrays(manifest.tensors, declared, directory / MANIFEST)
     placed = None if sharding is None else dict.fromkeys(declared, sharding)
     # Uncommitted without a sharding, as `init_state` makes them: no function is compiled a second time.
     arrays = {
@@ -87,15 +88,17 @@ def _named(state: State) -> dict[str, Any]:
     return named
 
 
-def _values(config: Config) -> dict[str, Any]:
-    values = {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE}
+def config_values(config: Config, free: frozenset[str] = FREE) -> dict[str, Any]:
+    """The keys of a config that a saved state depends on, as JSON gives them back."""
+    values = {key: value for key, value in dataclasses.asdict(config).items() if key not in free}
     return json.loads(json.dumps(values))  # tuples become lists, as they come back
 
 
-def _check_config(saved: Any, config: Config, path: pathlib.Path) -> None:
+def check_config(saved: Any, config: Config, path: pathlib.Path | str, free: frozenset[str] = FREE) -> None:
+    """Raises CheckpointError, naming the first key in which the saved config differs from `config`."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path}: config = {str(saved)[:100]}; it takes an object")
-    here = _values(config)
+    here = config_values(config, free)
     for key in sorted(here.keys() | saved.keys()):
         if key not in saved or key not in here or saved[key] != here[key]:
             raise CheckpointError(
@@ -104,7 +107,8 @@ def _check_config(saved: Any, config: Config, path: pathlib.Path) -> None:
             )
 
 
-def _check_arrays(stored: Arrays, declared: Arrays, path: pathlib.Path) -> None:
+def check_arrays(stored: Arrays, declared: Arrays, path: pathlib.Path) -> None:
+    """Raises CheckpointError, naming the first array that is not as the config declares it."""
     for name in sorted(stored.keys() | declared.keys()):
         if stored.get(name) != declared.get(name):
             found, takes = (

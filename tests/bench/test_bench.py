@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gdnjax import platform
 from gdnjax.bench import kernels, timing, traffic
 from gdnjax.cli import main
-from gdnjax.config import from_preset
+from gdnjax.config import ConfigError, from_preset
 
 
 @pytest.mark.parametrize("mode", traffic.MODES)
@@ -49,6 +50,46 @@ def test_every_case_runs_and_counts_its_bytes():
         "attention_prologue",
         "paged_attention",
     }
+
+
+def test_the_recommended_layout_is_written_and_read(tmp_path, monkeypatch, capsys):
+    report = {
+        "device": "a device",
+        "copy_bytes_per_second": 10**12,
+        "floor_us": 1.0,
+        "cells": [{"rows": 1, "us": {"twin": 1.0}, "of_copy": {"twin": 0.5}}],
+        "twin_gain": 0.2,
+        "recommended_layout": "twin",
+    }
+    measured = []
+    monkeypatch.setattr(traffic, "study", lambda config, rows: measured.append(config) or report)
+    monkeypatch.setattr(platform, "current_platform", lambda: "cuda")
+    path = tmp_path / "my.yaml"
+    assert main(["bench", "state", "--config", "tiny", "--write", str(path)]) == 0
+    assert "twin is +20.0%" in path.read_text() and f"--config {path}" in capsys.readouterr().out
+    before, after = from_preset("tiny"), from_preset(str(path))
+    assert (before.for_platform("cuda").state_layout, after.for_platform("cuda").state_layout) == ("in_place", "twin")
+    assert after.for_platform("rocm").state_layout == "twin"  # as it was
+    assert after.replace(platform_overrides=before.platform_overrides) == before
+    assert main(["info", "--config", str(path), "--platform", "cuda"]) == 0
+    assert "twin" in capsys.readouterr().out
+    # another measurement goes on from it
+    report["recommended_layout"] = "in_place"
+    assert main(["bench", "state", "--config", str(path), "--write", str(tmp_path / "next.yaml")]) == 0
+    assert from_preset(str(tmp_path / "next.yaml")).for_platform("cuda").state_layout == "in_place"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["my.yaml", "next.yaml"]
+
+    measured.clear()
+    for target, message in (
+        (path, "exists; remove it"),
+        ("my.json", "ends in .yaml"),
+        (tmp_path / "no/a.yaml", "no such"),
+    ):
+        assert main(["bench", "state", "--config", "tiny", "--write", str(target)]) == 2
+        assert message in capsys.readouterr().err
+    assert not measured  # refused before the minutes are spent
+    with pytest.raises(ConfigError, match=r"nobody.yaml: no such file; it takes a YAML file"):
+        from_preset("nobody.yaml")
 
 
 def test_a_cpu_is_refused(capsys):

@@ -1,0 +1,220 @@
+"""The live requests: numbers, positions, slots and plans, as the host knows them without the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from gdnjax.config import Config
+from gdnjax.state.pages import NoRoom
+
+
+class PoolError(RuntimeError):
+    """A call that makes no sense in the state the pool is in; the message says why. Nothing has changed."""
+
+
+class PoolFull(NoRoom):
+    """All `max_requests` requests are live."""
+
+
+@dataclasses.dataclass
+class Live:
+    """One live request. `epoch` tells it from others that have had its number, and from itself before a reset."""
+
+    epoch: int
+    limit: int
+    position: int = 0
+    pending: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Rows and slots of one step, chosen on the host; entry i belongs to `requests[i]`.
+
+    * `counts`: tokens it takes. `positions`: position of the first of them.
+    * `read_slots`, `write_slots`: equal where the step updates in place.
+    * `keep_in_place`: a walk (prefill, or a window of one): it updates the current slot and is current
+      once it has run. Otherwise a decode step, current once committed.
+    """
+
+    requests: tuple[int, ...]
+    counts: tuple[int, ...]
+    positions: tuple[int, ...]
+    read_slots: tuple[int, ...]
+    write_slots: tuple[int, ...]
+    keep_in_place: bool
+    epochs: tuple[int, ...]
+
+    @property
+    def writes(self) -> dict[int, tuple[int, int]]:
+        """First and end of the positions that each request writes."""
+        return {r: (p, p + n) for r, p, n in zip(self.requests, self.positions, self.counts, strict=True)}
+
+    def rows(self, count: int) -> np.ndarray:
+        """The request of each row of a batch of `count` rows, `[count]` int32, padded with -1.
+
+        Raises:
+            ValueError: fewer rows than tokens.
+        """
+        tokens = sum(self.counts)
+        if tokens > count:
+            raise ValueError(f"{tokens} tokens in {count} rows; it takes at least as many rows")
+        rows = np.full(count, -1, np.int32)
+        rows[:tokens] = np.repeat(np.asarray(self.requests, np.int32), self.counts)
+        return rows
+
+
+class Requests:
+    """Numbers 0 to `max_requests` - 1 and what is live under them. Every method changes all or nothing."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._free = list(range(config.max_requests - 1, -1, -1))
+        self._live: dict[int, Live] = {}
+        self._epochs = 0
+        # By number, live or not: the device's vectors keep their last order too.
+        twin = config.state_layout == "twin"
+        self.read = [1 + number * (2 if twin else 1) for number in range(config.max_requests)]
+        self.write = [slot + (1 if twin else 0) for slot in self.read]
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Live requests, in order of admission."""
+        return tuple(self._live)
+
+    @property
+    def free(self) -> int:
+        """How many more could be live."""
+        return len(self._free)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Requests of the decode step that has run and is neither committed nor discarded."""
+        return tuple(number for number, one in self._live.items() if one.pending)
+
+    def get(self, request: int) -> Live:
+        """Raises PoolError if `request` is not live."""
+        one = self._live.get(request)
+        if one is None:
+            raise PoolError(f"request {request} is not live; live requests: {sorted(self._live)}")
+        return one
+
+    def get_current(self, request: int) -> Live:
+        """A request whose current state is still there.
+
+        Raises:
+            PoolError: not live, or a step of its that is not committed has updated its state in place.
+        """
+        one = self.get(request)
+        if one.pending and self.config.state_layout == "in_place":
+            raise PoolError(
+                f"request {request} has a step that is not committed and has updated its state in place; commit it "
+                "first, or use state_layout = 'twin'"
+            )
+        return one
+
+    # Admission
+
+    def next(self) -> int:
+        """The number that `admit` would give. Raises PoolFull if there is none."""
+        if not self._free:
+            raise PoolFull(
+                f"all max_requests = {self.config.max_requests} requests are live; wait for one to end, or raise it"
+            )
+        return self._free[-1]
+
+    def admit(self, request: int, limit: int, position: int) -> int:
+        """Makes the number that `next` has given live."""
+        self._free.remove(request)
+        self._epochs += 1
+        self._live[request] = Live(self._epochs, limit, position)
+        return request
+
+    def restart(self, request: int) -> None:
+        """Takes a request back to no tokens."""
+        self._epochs += 1
+        self._live[request] = Live(self._epochs, self.get(request).limit)
+
+    def end(self, request: int) -> None:
+        """Frees a number."""
+        del self._live[request]
+        self._free.append(request)
+
+    # Steps
+
+    def plan(self, counts: Mapping[int, int], keep_in_place: bool) -> Plan:
+        """The plan of a step of so many tokens of each request.
+
+        Raises:
+            ValueError: no tokens, or a request that would outgrow its limit.
+            PoolError: a request that is not live or has a step that is not committed.
+        """
+        if not counts or min(counts.values()) < 1:
+            raise ValueError(f"a step of {dict(counts)} tokens by request; it takes at least one token of one request")
+        ones = [self.get(request) for request in counts]
+        for (request, count), one in zip(counts.items(), ones, strict=True):
+            if one.pending:
+                raise PoolError(f"request {request} has a step that is not committed; commit or discard it first")
+            if one.position + count > one.limit:
+                raise ValueError(
+                    f"request {request} has {one.position} tokens and would get {count} more; its limit is {one.limit}"
+                )
+        return Plan(
+            requests=tuple(counts),
+            counts=tuple(counts.values()),
+            positions=tuple(one.position for one in ones),
+            read_slots=tuple(self.read[request] for request in counts),
+            write_slots=tuple((self.read if keep_in_place else self.write)[request] for request in counts),
+            keep_in_place=keep_in_place,
+            epochs=tuple(one.epoch for one in ones),
+        )
+
+    def check_plans(self, plans: Sequence[Plan]) -> None:
+        """Refuses plans that cannot run now as one step.
+
+        Raises:
+            PoolError: out of date, a request twice, or two decode steps.
+        """
+        decodes = [plan for plan in plans if not plan.keep_in_place]
+        if len(decodes) > 1 or (decodes and self.pending):
+            raise PoolError("two decode steps at once; commit or discard the first")
+        requests = [request for plan in plans for request in plan.requests]
+        if len(set(requests)) != len(requests):
+            raise PoolError(f"requests = {requests}; one step takes each request once")
+        for plan in plans:
+            for request, position, epoch in zip(plan.requests, plan.positions, plan.epochs, strict=True):
+                one = self._live.get(request)
+                if one is None or (one.epoch, one.position, one.pending) != (epoch, position, False):
+                    raise PoolError(f"the plan is out of date for request {request}; plan again")
+
+    def ran(self, plans: Sequence[Plan]) -> None:
+        """The plans' step has run: walks are current, decode rows are pending."""
+        for plan in plans:
+            for request, count in zip(plan.requests, plan.counts, strict=True):
+                if plan.keep_in_place:
+                    self._live[request].position += count
+                else:
+                    self._live[request].pending = True
+
+    def commit(self) -> None:
+        """Pending rows become current: the position advances, the slots change places."""
+        for request, one in self._live.items():
+            if one.pending:
+                one.position, one.pending = one.position + 1, False
+                self.read[request], self.write[request] = self.write[request], self.read[request]
+
+    def discard(self) -> None:
+        """Pending rows are dropped."""
+        for one in self._live.values():
+            one.pending = False
+
+    def check(self) -> None:
+        """Raises AssertionError where the bookkeeping contradicts itself."""
+        numbers = sorted([*self._live, *self._free])
+        assert numbers == list(range(self.config.max_requests)), f"numbers of requests: {numbers}"
+        slots = self.read + (self.write if self.config.state_layout == "twin" else [])
+        assert sorted(slots) == list(range(1, self.config.slots)), "each slot but 0 belongs to one request"
+        for request, one in self._live.items():
+            assert 0 <= one.position + one.pending <= one.limit, f"request {request}: position {one.position}"
