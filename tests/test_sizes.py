@@ -163,11 +163,11 @@ def test_derived_limits_fill_the_memory(layout: str) -> None:
 def test_derived_limits_that_do_not_fit() -> None:
     tokens = SMALL.pages_per_request * SMALL.page_size
     one = sizes(SMALL).weight_bytes + allocated(SMALL.replace(max_requests=1, kv_tokens=tokens))
-    for given in ({"max_requests": 2}, {"kv_tokens": tokens + 16}):
+    for asked in ({"max_requests": 2}, {"kv_tokens": tokens + 16}):
         with pytest.raises(
             ValueError, match=r"memory_fraction = 1.0 of .* bytes: .*; a request takes .*: lower max_req"
         ):
-            derive_limits(SMALL.replace(memory_fraction=1.0), memory=one, **given)
+            derive_limits(SMALL.replace(memory_fraction=1.0), memory=one, **asked)
     with pytest.raises(ValueError, match="holds no request of max_length = 64"):
         derive_limits(SMALL.replace(memory_fraction=1.0), memory=one - 1)
 
