@@ -30,7 +30,7 @@ from pallas_kernels.attention_prologue import attention_prologue
 from pallas_kernels.attention_prologue.reference import rope_table
 from pallas_kernels.causal_conv import causal_conv_decode, causal_conv_packed
 from pallas_kernels.gated_delta_decode import gated_delta_decode
-from pallas_kernels.gated_delta_prefill.reference import gated_delta_prefill
+from pallas_kernels.gated_delta_prefill import gated_delta_prefill
 from pallas_kernels.paged_attention import paged_attention_decode
 from pallas_kernels.paged_attention.reference import apply_gate, paged_attention_packed
 
@@ -157,7 +157,9 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
             mixed, p["conv1d"]["weight"], conv[layer], segments, batch.request, implementation
         )
         q, k, v = gdn_heads(mixed, c)
-        out, recurrent[layer] = gated_delta_prefill(q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments)
+        out, recurrent[layer] = gated_delta_prefill(
+            q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments, implementation
+        )
         return gdn_output(p, out, z, c, implementation)
 
     def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gated_delta_prefill.build import BLOCK, FROM_START_K, FROM_START_Q, TO_END_K, build, solve
-from pallas_kernels.gated_delta_prefill.products import COLUMNS, ROWS, column_parts, mixed_product, split_product
+from pallas_kernels.gated_delta_prefill.products import (
+    COLUMNS,
+    ROWS,
+    column_parts,
+    mixed_product,
+    operands,
+    product,
+    split_product,
+)
 from pallas_kernels.segments import CHUNK, Segments
 from pallas_kernels.triton_backend import Warps, device_kind, launch, load, store
 
@@ -81,19 +89,22 @@ def advance(
     """
     strip, head, segment = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     key_head = head // (v.shape[1] // k.shape[1])
-    start, length, slot = segments[segment, START], segments[segment, LENGTH], segments[segment, SLOT]
+    length, slot = segments[segment, LENGTH], segments[segment, SLOT]
     values = pl.ds(strip * STRIP, STRIP)
     parts = column_parts(k)
 
     def rows_of(number: jax.Array) -> tuple[Any, jax.Array]:
+        # The start is read here and not once: addresses made from it before the store to `out` would stay
+        # in registers until after it.
+        first = segments[segment, START] + number * CHUNK
         live = jax.lax.iota(jnp.int32, CHUNK) < length - number * CHUNK
-        return pl.ds(start + number * CHUNK, CHUNK), live[:, None]
+        return pl.ds(first, CHUNK), live[:, None]
 
-    def parts_of(ref: Any, number: jax.Array) -> tuple[jax.Array, ...]:
+    def part_of(ref: Any, number: jax.Array, columns: Any) -> jax.Array:
         span, live = rows_of(number)
-        return tuple(load(ref.at[span, key_head, columns], mask=live, other=0.0) for columns in parts)
+        return load(ref.at[span, key_head, columns], mask=live, other=0.0)
 
-    def ask(read: Callable[[], Any]) -> Callable[[], Any]:
+    def ask(read: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
         if not early:
             return read
         value = read()
@@ -103,46 +114,57 @@ def advance(
         state, k_early = carry
         n = segments[segment, FIRST_CHUNK] + number
         span, live = rows_of(number)
-        read_k = (lambda: k_early) if early else functools.partial(parts_of, k, number)
-        read_q = ask(lambda: parts_of(q, number))
+        if early:
+            read_k = [lambda value=value: value for value in k_early]
+        else:
+            read_k = [functools.partial(part_of, k, number, columns) for columns in parts]
+        read_q = [ask(functools.partial(part_of, q, number, columns)) for columns in parts]
         read_v = ask(lambda: load(v.at[span, head, values], mask=live, other=0.0))
-        read_inverse = ask(lambda: tuple(inverse[piece, n, head] for piece in range(inverse.shape[0])))
-        read_attend = ask(lambda: tuple(attend[piece, n, head] for piece in range(attend.shape[0])))
+        read_inverse, read_attend = (
+            [ask(lambda ref=ref, piece=piece: ref[piece, n, head]) for piece in range(ref.shape[0])]
+            for ref in (inverse, attend)
+        )
         # past the last chunk no row is live, and nothing is read
-        k_next = parts_of(k, number + 1) if early else ()
+        k_next = tuple(part_of(k, number + 1, columns) for columns in parts) if early else ()
 
         # [i, v]
         recalled = answer = jnp.zeros((CHUNK, STRIP), jnp.float32)
-        for k_part, q_part, state_part in zip(read_k(), read_q(), state, strict=True):
-            recalled += mixed_product(k_part, state_part, (COLUMNS, ROWS))
-            answer += mixed_product(q_part, state_part, (COLUMNS, ROWS))
+        for k_part, q_part, state_part in zip(read_k, read_q, state, strict=True):
+            recalled += mixed_product(k_part(), state_part, (COLUMNS, ROWS))
+            answer += mixed_product(q_part(), state_part, (COLUMNS, ROWS))
         recalled = recalled * scales[n, head, FROM_START_K][:, None]
         # beta is in the inverse's columns
-        new = split_product(read_inverse(), read_v().astype(jnp.float32) - recalled, (COLUMNS, ROWS))
+        new = split_product(read_inverse, read_v().astype(jnp.float32) - recalled, (COLUMNS, ROWS))
         answer = answer * scales[n, head, FROM_START_Q][:, None]
-        answer = answer + split_product(read_attend(), new, (COLUMNS, ROWS))
+        answer = answer + split_product(read_attend, new, (COLUMNS, ROWS))
         store(out.at[span, head, values], answer.astype(out.dtype), mask=live)
         new = new * scales[n, head, TO_END_K][:, None]
-        # Whole: without decay, what were lost here would add up over the chunk's rows.
-        state = tuple(
-            state_part * total[n, head] + mixed_product(k_part, new, (ROWS, ROWS), count=3)
-            for k_part, state_part in zip(read_k(), state, strict=True)
-        )
+        k_parts = [read() for read in read_k]
+        state = tuple(state_part * total[n, head] for state_part in state)
+        # Whole: without decay, what were lost here would add up over the chunk's rows. A piece at a time for
+        # all of k, and onto the state itself, since registers hold no more.
+        for piece in operands(new, k.dtype, count=3):
+            state = tuple(
+                state_part + product(k_part, piece, (ROWS, ROWS))
+                for k_part, state_part in zip(k_parts, state, strict=True)
+            )
         return state, k_next
 
     @pl.when(length > 0)
     def _() -> None:
         # selected, not multiplied: an unused slot may hold NaN
         has_state = segments[segment, POSITION] > 0
-        stored = [pool.at[slot, head, values, columns] for columns in parts]
-        state = tuple(jnp.where(has_state, load(x).astype(jnp.float32), 0.0).T for x in stored)
-        k_first = parts_of(k, jnp.int32(0)) if early else ()
+        stored = [load(pool.at[slot, head, values, columns]).astype(jnp.float32) for columns in parts]
+        state = tuple(jnp.where(has_state, x, 0.0).T for x in stored)
+        k_first = tuple(part_of(k, jnp.int32(0), columns) for columns in parts) if early else ()
         state, _ = jax.lax.fori_loop(0, (length + CHUNK - 1) // CHUNK, body, (state, k_first))
+        # read again for the same reason as the start
+        target = segments[segment, SLOT]
 
-        @pl.when(slot > 0)
+        @pl.when(target > 0)
         def _() -> None:
-            for x, state_part in zip(stored, state, strict=True):
-                store(x, state_part.T.astype(pool.dtype))
+            for columns, state_part in zip(parts, state, strict=True):
+                store(pool.at[target, head, values, columns], state_part.T.astype(pool.dtype))
 
 
 def gated_delta_prefill(

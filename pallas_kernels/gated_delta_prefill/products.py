@@ -7,6 +7,7 @@ at least 16 of its 24 bits, and the products of pieces are added in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,24 +46,29 @@ def product(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
     )
 
 
-def mixed_product(x: jax.Array, y: jax.Array, over: tuple[int, int], count: int = 2) -> jax.Array:
-    """x of either dtype, y float32: in `count` pieces if x is bfloat16."""
-    if x.dtype == jnp.float32:
-        return product(x, y, over)
-    smallest, *larger = reversed(pieces(y, count))
-    total = product(x, smallest, over)
-    for piece in larger:
-        total = total + product(x, piece, over)
+def operands(y: jax.Array, beside: jax.typing.DTypeLike, count: int = 2) -> tuple[jax.Array, ...]:
+    """Float32 y as what is multiplied by an operand of dtype `beside`: itself, or its pieces, smallest first."""
+    return (y,) if beside == jnp.float32 else pieces(y, count)[::-1]
+
+
+def mixed_product(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
+    """x of either dtype, y float32."""
+    first, *others = operands(y, x.dtype)
+    total = product(x, first, over)
+    for other in others:
+        total = total + product(x, other, over)
     return total
 
 
-def split_product(x: tuple[jax.Array, ...], y: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """x as `stored_pieces` keeps it, y float32."""
-    if len(x) == 1:
-        return product(x[0], y, over)
-    high, low = pieces(y)
+def split_product(read: Sequence[Callable[[], jax.Array]], y: jax.Array, over: tuple[int, int]) -> jax.Array:
+    """x as `stored_pieces` keeps it, a function for each piece that is called where it is needed; y float32."""
+    if len(read) == 1:
+        return product(read[0](), y, over)
     # low times low is beneath what either was cut to
-    return product(x[1], high, over) + product(x[0], low, over) + product(x[0], high, over)
+    high, low = pieces(y)
+    x_high = read[0]()
+    total = product(x_high, low, over) + product(x_high, high, over)
+    return total + product(read[1](), high, over)
 
 
 def column_parts(ref: Any) -> list[Any]:
