@@ -16,7 +16,6 @@ from gdnjax.model.layers import (
     attention_output,
     attention_project,
     embed,
-    gdn_heads,
     gdn_output,
     gdn_project,
     head,
@@ -29,7 +28,7 @@ from pallas_kernels.attention_prologue import attention_prologue
 from pallas_kernels.attention_prologue.reference import rope_table
 from pallas_kernels.causal_conv import causal_conv_decode, causal_conv_packed
 from pallas_kernels.gated_delta_decode import gated_delta_decode
-from pallas_kernels.gated_delta_prefill.reference import gated_delta_prefill
+from pallas_kernels.gated_delta_prefill import gated_delta_prefill
 from pallas_kernels.paged_attention import paged_attention_decode
 from pallas_kernels.paged_attention.reference import apply_gate, paged_attention_packed
 
@@ -63,24 +62,12 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
     recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
 
     def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        mixed, z, b, a = gdn_project(p, x, c)
-        mixed, conv[layer] = causal_conv_decode(
-            mixed, p["conv1d"]["weight"], conv[layer], batch.request + 1, position, implementation
+        qkv, z, b, a = gdn_project(p, x, c)
+        qkv, conv[layer] = causal_conv_decode(
+            qkv, p["conv1d"]["weight"], conv[layer], batch.request + 1, position, implementation
         )
-        q, k, v = gdn_heads(mixed, c)
         out, recurrent[layer] = gated_delta_decode(
-            q,
-            k,
-            v,
-            a,
-            b,
-            p["A_log"],
-            p["dt_bias"],
-            recurrent[layer],
-            read_slot,
-            write_slot,
-            has_state,
-            implementation,
+            qkv, a, b, p["A_log"], p["dt_bias"], recurrent[layer], read_slot, write_slot, has_state, implementation
         )
         return gdn_output(p, out, z, c, implementation)
 
@@ -151,12 +138,11 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
     recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
 
     def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        mixed, z, b, a = gdn_project(p, x, c)
-        mixed, conv[layer] = causal_conv_packed(
-            mixed, p["conv1d"]["weight"], conv[layer], segments, batch.request, implementation
+        qkv, z, b, a = gdn_project(p, x, c)
+        qkv, conv[layer] = causal_conv_packed(
+            qkv, p["conv1d"]["weight"], conv[layer], segments, batch.request, implementation
         )
-        q, k, v = gdn_heads(mixed, c)
-        out, recurrent[layer] = gated_delta_prefill(q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments)
+        out, recurrent[layer] = gated_delta_prefill(qkv, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments)
         return gdn_output(p, out, z, c, implementation)
 
     def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:

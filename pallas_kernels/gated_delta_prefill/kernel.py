@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.columns import Columns
+from pallas_kernels.gated_delta_decode.qkv import QkvLayout, qkv_layout
 from pallas_kernels.gated_delta_prefill.build import BLOCK, FROM_START_K, FROM_START_Q, TO_END_K, build, solve
 from pallas_kernels.gated_delta_prefill.products import COLUMNS, ROWS, column_parts, mixed_product, split_product
 from pallas_kernels.segments import CHUNK, Segments
@@ -57,9 +59,7 @@ def owned_rows(segments: Segments, rows: int) -> jax.Array:
 
 def advance(
     segments: Any,
-    q: Any,
-    k: Any,
-    v: Any,
+    qkv: Any,
     inverse: Any,
     attend: Any,
     scales: Any,
@@ -69,6 +69,7 @@ def advance(
     out: Any,
     pool: Any,
     *,
+    layout: QkvLayout,
     early: bool,
 ) -> None:
     """Program (strip of V, value head, segment): the segment's chunks in order.
@@ -80,18 +81,21 @@ def advance(
     memory's latency; otherwise operands are loaded where they are used, which takes fewer registers.
     """
     strip, head, segment = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    key_head = head // (v.shape[1] // k.shape[1])
     start, length, slot = segments[segment, START], segments[segment, LENGTH], segments[segment, SLOT]
     values = pl.ds(strip * STRIP, STRIP)
-    parts = column_parts(k)
+    q_parts, k_parts = (column_parts(first, layout.key_dim, qkv.dtype) for first in (layout.q(head), layout.k(head)))
+    v_columns = pl.ds(layout.v(head) + strip * STRIP, STRIP)
 
     def rows_of(number: jax.Array) -> tuple[Any, jax.Array]:
         live = jax.lax.iota(jnp.int32, CHUNK) < length - number * CHUNK
         return pl.ds(start + number * CHUNK, CHUNK), live[:, None]
 
-    def parts_of(ref: Any, number: jax.Array) -> tuple[jax.Array, ...]:
+    def read(number: jax.Array, columns: Any) -> jax.Array:
         span, live = rows_of(number)
-        return tuple(load(ref.at[span, key_head, columns], mask=live, other=0.0) for columns in parts)
+        return load(qkv.at[span, columns], mask=live, other=0.0)
+
+    def read_all(number: jax.Array, parts: list[Any]) -> tuple[jax.Array, ...]:
+        return tuple(read(number, columns) for columns in parts)
 
     def ask(read: Callable[[], Any]) -> Callable[[], Any]:
         if not early:
@@ -103,13 +107,13 @@ def advance(
         state, k_early = carry
         n = segments[segment, FIRST_CHUNK] + number
         span, live = rows_of(number)
-        read_k = (lambda: k_early) if early else functools.partial(parts_of, k, number)
-        read_q = ask(lambda: parts_of(q, number))
-        read_v = ask(lambda: load(v.at[span, head, values], mask=live, other=0.0))
+        read_k = (lambda: k_early) if early else functools.partial(read_all, number, k_parts)
+        read_q = ask(lambda: read_all(number, q_parts))
+        read_v = ask(lambda: read(number, v_columns))
         read_inverse = ask(lambda: tuple(inverse[piece, n, head] for piece in range(inverse.shape[0])))
         read_attend = ask(lambda: tuple(attend[piece, n, head] for piece in range(attend.shape[0])))
         # past the last chunk no row is live, and nothing is read
-        k_next = parts_of(k, number + 1) if early else ()
+        k_next = read_all(number + 1, k_parts) if early else ()
 
         # [i, v]
         recalled = answer = jnp.zeros((CHUNK, STRIP), jnp.float32)
@@ -134,9 +138,9 @@ def advance(
     def _() -> None:
         # selected, not multiplied: an unused slot may hold NaN
         has_state = segments[segment, POSITION] > 0
-        stored = [pool.at[slot, head, values, columns] for columns in parts]
+        stored = [pool.at[slot, head, values, columns] for columns in column_parts(0, layout.key_dim, qkv.dtype)]
         state = tuple(jnp.where(has_state, load(x).astype(jnp.float32), 0.0).T for x in stored)
-        k_first = parts_of(k, jnp.int32(0)) if early else ()
+        k_first = read_all(jnp.int32(0), k_parts) if early else ()
         state, _ = jax.lax.fori_loop(0, (length + CHUNK - 1) // CHUNK, body, (state, k_first))
 
         @pl.when(slot > 0)
@@ -146,34 +150,34 @@ def advance(
 
 
 def gated_delta_prefill(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    qkv: jax.Array,
+    a: Columns,
+    b: Columns,
     a_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
     segments: Segments,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """See the reference; q, k and v are float32 or bfloat16, dk and dv powers of two from 16 up.
+    """See the reference; qkv is float32 or bfloat16, dk and dv powers of two from 16 up.
 
     With bfloat16 inputs the state is off by up to 7e-6 of its largest element instead of 1e-6: see `products`.
     """
-    (rows, heads, dv), dk = v.shape, k.shape[2]
+    rows, (_, heads, dv, dk) = qkv.shape[0], pool.shape
+    layout = qkv_layout(qkv, pool)
     chunks, table = chunk_tables(segments, rows)
     count = chunks.shape[0]
     shape = jax.ShapeDtypeStruct
     # What comes in bfloat16 is multiplied by it, so that these matrices are kept as two pieces of it.
-    exact = q.dtype == jnp.float32
-    matrices = shape((1 if exact else 2, count, heads, CHUNK, CHUNK), q.dtype)
+    exact = qkv.dtype == jnp.float32
+    matrices = shape((1 if exact else 2, count, heads, CHUNK, CHUNK), qkv.dtype)
     square = count * heads * CHUNK * CHUNK
-    row_bytes = sum(x.size * x.dtype.itemsize for x in (q, k, v))
+    row_bytes = qkv.size * qkv.dtype.itemsize
+    out_bytes = rows * heads * dv * qkv.dtype.itemsize
 
     m, attend, scales, total, out = launch(
-        build,
-        [chunks, owned_rows(segments, rows), q, k, a, b, a_log, dt_bias],
+        functools.partial(build, layout=layout, a_column=a.start, b_column=b.start),
+        [chunks, owned_rows(segments, rows), qkv, a.array, b.array, a_log, dt_bias],
         name="gated_delta_build",
         grid=(heads, count),
         out_shape=[
@@ -181,7 +185,7 @@ def gated_delta_prefill(
             matrices,
             shape((count, heads, 4, CHUNK), jnp.float32),
             shape((count, heads), jnp.float32),
-            shape(v.shape, v.dtype),
+            shape((rows, heads, dv), qkv.dtype),
         ],
         warps=Warps(wave64=4, wave32=8),
         cost=pl.CostEstimate(flops=4 * square * dk, transcendentals=square, bytes_accessed=row_bytes + 8 * square),
@@ -199,17 +203,17 @@ def gated_delta_prefill(
     )
     state_bytes = 2 * min(rows, table.shape[0]) * heads * dv * dk * pool.dtype.itemsize
     out, pool = launch(
-        functools.partial(advance, early=not device_kind().startswith("gfx1")),
-        [table, q, k, v, inverse, attend, scales, total, out, pool],
+        functools.partial(advance, layout=layout, early=not device_kind().startswith("gfx1")),
+        [table, qkv, inverse, attend, scales, total, out, pool],
         name="gated_delta_advance",
         grid=(dv // STRIP, heads, table.shape[0]),
         out_shape=[shape(out.shape, out.dtype), shape(pool.shape, pool.dtype)],
         warps=Warps(wave64=4, wave32=8 if exact else 4),
-        aliases={8: 0, 9: 1},
+        aliases={6: 0, 7: 1},
         cost=pl.CostEstimate(
             flops=count * heads * CHUNK * dv * (6 * dk + 4 * CHUNK),
             transcendentals=0,
-            bytes_accessed=state_bytes + row_bytes + 8 * square + v.size * v.dtype.itemsize,
+            bytes_accessed=state_bytes + row_bytes + 8 * square + out_bytes,
         ),
         interpret=interpret,
     )
