@@ -16,6 +16,7 @@ from gdnjax.config import Config, from_directory
 from gdnjax.model import decode_step, forward, forward_with_intermediates, prefill
 from gdnjax.state import Batch, State, cached_kv, commit, conv_window, init_state, prefill_batch, recurrent_state
 from gdnjax.weights.declaration import Params, abstract_params, from_tensor_names, tensor_names
+from pallas_kernels.columns import Columns, split
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 
@@ -204,6 +205,23 @@ def raw_gates(g: np.ndarray, beta: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
         b = np.log(beta) - np.log1p(-beta)
     heads = np.zeros(g.shape[-1], np.float32)
     return a.astype(np.float32), b.astype(np.float32), heads, heads
+
+
+def rule_inputs(q: Any, k: Any, v: Any, a: Any, b: Any) -> tuple[jax.Array, Columns, Columns]:
+    """What the rule takes of q, k `[R, Hk, dk]`, v `[R, Hv, dv]` and a, b `[R, Hv]`: rows with all q, all k, all v,
+    and a and b as columns of packed rows."""
+    rows = v.shape[0]
+    b, a = columns_of(b, a)
+    return jnp.concatenate([jnp.reshape(x, (rows, -1)) for x in (q, k, v)], axis=1), a, b
+
+
+def columns_of(*arrays: Any) -> list[Columns]:
+    """Arrays `[R, ...]` of one dtype as columns of packed rows, among columns of NaN."""
+    arrays = tuple(jnp.asarray(array) for array in arrays)
+    other = jnp.full((*arrays[0].shape[:-1], 3), jnp.nan, arrays[0].dtype)
+    joined = [other, *(part for array in arrays for part in (array, other))]
+    packed = jnp.concatenate(joined, axis=-1)
+    return split(packed, [part.shape[-1] for part in joined])[1::2]
 
 
 def random_delta_inputs(seed: int, batch: int, length: int, key_heads: int, ratio: int, dk: int, dv: int) -> dict:

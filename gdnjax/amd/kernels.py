@@ -18,6 +18,7 @@ from pallas_kernels import gated_rms_norm as norm
 from pallas_kernels import paged_attention as attention
 from pallas_kernels.attention_prologue import shapes as prologue_shapes
 from pallas_kernels.causal_conv import shapes as conv_shapes
+from pallas_kernels.columns import Columns
 from pallas_kernels.gated_delta_decode import shapes as decode_shapes
 from pallas_kernels.gated_delta_prefill import shapes as prefill_shapes
 from pallas_kernels.gated_rms_norm import shapes as norm_shapes
@@ -59,7 +60,7 @@ def shapes_of(function: Callable[[jax.Array], Any]) -> Any:
 
 
 def _gated_delta_decode(rows: int) -> Iterator[Case]:
-    def run(*arguments: jax.Array) -> Any:
+    def run(*arguments: Any) -> Any:
         return delta_decode.gated_delta_decode(*arguments, implementation="pallas")
 
     for dtype, note in STATES:
@@ -71,7 +72,7 @@ def _gated_delta_decode(rows: int) -> Iterator[Case]:
 
 
 def _causal_conv_decode(rows: int) -> Iterator[Case]:
-    def run(*arguments: jax.Array) -> Any:
+    def run(*arguments: Any) -> Any:
         return conv.causal_conv_decode(*arguments, implementation="pallas")
 
     for shape in conv_shapes.SHAPES:
@@ -88,7 +89,7 @@ def _causal_conv_packed(rows: int) -> Iterator[Case]:
 
 
 def _gated_rms_norm(rows: int) -> Iterator[Case]:
-    def run(x: jax.Array, gate: jax.Array, weight: jax.Array) -> Any:
+    def run(x: jax.Array, gate: Columns, weight: jax.Array) -> Any:
         return norm.gated_rms_norm(x, gate, weight, EPS, implementation="pallas")
 
     for shape in norm_shapes.SHAPES:

@@ -19,6 +19,7 @@ from pallas_kernels.causal_conv import shapes as conv_shapes
 from pallas_kernels.gated_delta_decode import DEFAULT_TILE, Tile, gated_delta_decode
 from pallas_kernels.gated_delta_decode import shapes as delta_shapes
 from pallas_kernels.gated_rms_norm import gated_rms_norm
+from pallas_kernels.gated_rms_norm import shapes as norm_shapes
 from pallas_kernels.paged_attention import paged_attention_decode
 from pallas_kernels.paged_attention import shapes as attention_shapes
 from pallas_kernels.triton_backend import Warps
@@ -55,17 +56,19 @@ def cases(config: Config, rows: int, tile: Tile = DEFAULT_TILE) -> Iterator[Case
 
         def make_delta(key: jax.Array, twin: bool = twin) -> tuple[Any, Any]:
             a = delta_shapes.arguments(delta, rows, key, dtype, twin=twin)
-            return a[7], (a[:7], a[8:])
+            return a[5], (a[:5], a[6:])
 
         def call_delta(pool: Any, rest: Any) -> tuple[Any, Any]:
-            (q, k, v, a, b, a_log, dt_bias), (read, write, live) = rest
-            out, pool = gated_delta_decode(q, k, v, a, b, a_log, dt_bias, pool, read, write, live, tile=tile)
+            (qkv, a, b, a_log, dt_bias), (read, write, live) = rest
+            out, pool = gated_delta_decode(qkv, a, b, a_log, dt_bias, pool, read, write, live, tile=tile)
             return pool, out
 
         name = "gated_delta_decode" + (" twin" if twin else "")
         yield Case(name, rows, delta_shapes.bytes_moved(delta, rows, dtype), make_delta, call_delta)
 
-    conv = conv_shapes.Shape("", c.conv_channels, c.linear_conv_kernel_dim, c.linear_conv_kernel_dim)
+    conv = conv_shapes.Shape(
+        "", delta.layout.width, delta.projected, c.linear_conv_kernel_dim, c.linear_conv_kernel_dim
+    )
 
     def make_conv(key: jax.Array) -> tuple[Any, Any]:
         x, weight, ring, ring_row, position = conv_shapes.arguments(conv, rows, key, dtype)
@@ -78,16 +81,16 @@ def cases(config: Config, rows: int, tile: Tile = DEFAULT_TILE) -> Iterator[Case
 
     yield Case("causal_conv_decode", rows, conv_shapes.bytes_moved(conv, rows, dtype), make_conv, call_conv)
 
+    norm = norm_shapes.Shape("", delta.value_heads, delta.value_dim, delta.layout.width, delta.projected)
+
     def make_norm(key: jax.Array) -> tuple[Any, Any]:
-        shape = (rows, c.linear_num_value_heads, c.linear_value_head_dim)
-        x, gate = (jax.random.normal(k, shape, dtype) for k in jax.random.split(key))
-        return (), (x, gate, jnp.ones(shape[-1:], jnp.float32))
+        return (), norm_shapes.arguments(norm, rows, key, dtype)
 
     def call_norm(_: Any, rest: Any) -> tuple[Any, Any]:
         x, gate, weight = rest
         return (), gated_rms_norm(x, gate, weight, config.rms_norm_eps)
 
-    yield Case("gated_rms_norm", rows, 3 * rows * c.value_channels * dtype.itemsize, make_norm, call_norm)
+    yield Case("gated_rms_norm", rows, norm_shapes.bytes_moved(norm, rows, dtype), make_norm, call_norm)
 
     prologue = prologue_shapes.Shape(
         "", c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rotary_dim, c.rope_theta

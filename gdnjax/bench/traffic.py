@@ -126,29 +126,26 @@ def _time_mode(config: Config, rows: int, layers: int, mode: Mode) -> Timing:
 
 def _time_rule(config: Config, rows: int, layers: int, twin: bool) -> Timing:
     c, slots = config, slot_pairs(rows, twin)
-    keys = jax.random.split(jax.random.key(1), 5)
-    activation = jnp.dtype(c.dtype)
-    q, k = (
-        jax.random.normal(key, (rows, c.linear_num_key_heads, c.linear_key_head_dim)).astype(activation)
-        for key in keys[:2]
-    )
-    v = jax.random.normal(keys[2], (rows, c.linear_num_value_heads, c.linear_value_head_dim)).astype(activation)
-    a, b = (jax.random.normal(key, (rows, c.linear_num_value_heads)).astype(activation) for key in keys[3:])
-    zeros = jnp.zeros(c.linear_num_value_heads, jnp.float32)
+    keys = jax.random.split(jax.random.key(1), 3)
+    heads = c.linear_num_value_heads
+    widths = (c.conv_channels, heads, heads)
+    qkv, a, b = (jax.random.normal(key, (rows, w), jnp.dtype(c.dtype)) for key, w in zip(keys, widths, strict=True))
+    zeros = jnp.zeros(heads, jnp.float32)
     live = jnp.ones(rows, bool)
 
     def body(carry: Any, constants: Any) -> Any:
-        (q, k, v, a, b, weight), (read, write), live = constants
+        (qkv, a, b, weight), (read, write), live = constants
 
         def one(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return gated_delta_decode(q, k, v, a, b, weight, weight, pool, read, write, live)
+            return gated_delta_decode(qkv, a, b, weight, weight, pool, read, write, live)
 
         outs, pools = zip(*map(one, carry[1]), strict=True)
         return outs, pools
 
     pools = _pools(config, rows, layers)
-    constants = ((q, k, v, a, b, zeros), (slots[:, 0], slots[:, 1]), live)
-    return time_loop(body, (tuple(jnp.zeros_like(v) for _ in pools), pools), constants, calls=layers)
+    constants = ((qkv, a, b, zeros), (slots[:, 0], slots[:, 1]), live)
+    outs = tuple(jnp.zeros((rows, heads, c.linear_value_head_dim), qkv.dtype) for _ in pools)
+    return time_loop(body, (outs, pools), constants, calls=layers)
 
 
 def _time_empty(layers: int) -> Timing:

@@ -24,6 +24,7 @@ from gdnjax.model.layers import (
 from gdnjax.weights.declaration import Params
 from pallas_kernels.attention_prologue.reference import norm_and_rope, rope_table, split_heads
 from pallas_kernels.causal_conv.reference import causal_conv_sequence
+from pallas_kernels.columns import value
 from pallas_kernels.gated_delta_decode.reference import gates
 from pallas_kernels.gated_delta_prefill.reference import gated_delta_sequence
 from pallas_kernels.gated_rms_norm.reference import rms_norm
@@ -73,8 +74,8 @@ def forward_hidden(params: Params, config: Config, tokens: jax.Array) -> tuple[j
 
     def mix_gdn(p: Any, x: jax.Array, _: int) -> jax.Array:
         with jax.named_scope("gdn"):
-            mixed, z, b, a = gdn_project(p, x, c)
-            q, k, v = gdn_heads(causal_conv_sequence(mixed, p["conv1d"]["weight"]), c)
+            qkv, z, b, a = map(value, gdn_project(p, x, c))
+            q, k, v = gdn_heads(causal_conv_sequence(qkv, p["conv1d"]["weight"]), c)
             g, beta = gates(a, b, p["A_log"], p["dt_bias"])
             out, state = gated_delta_sequence(q, k, v, g, beta)
             log_decays.append(g)

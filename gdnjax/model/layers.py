@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from gdnjax.config import Config
 from gdnjax.weights.declaration import Params
+from pallas_kernels.columns import Columns, split, value
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gated_delta_decode.qkv import QkvLayout
 from pallas_kernels.gated_rms_norm import gated_rms_norm
 from pallas_kernels.gated_rms_norm.reference import rms_norm
 
@@ -24,45 +26,40 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype: Any = None) -> jax.Array:
     return jnp.einsum("...e,fe->...f", x, weight, precision=precision, preferred_element_type=out_dtype or x.dtype)
 
 
-def project(p: Any, x: jax.Array, packed: str, parts: dict[str, int]) -> list[jax.Array]:
-    """The projections `parts` (name -> output rows) of x, from one packed array or one array each."""
+def project(p: Any, x: jax.Array, packed: str, parts: dict[str, int]) -> Sequence[jax.Array | Columns]:
+    """The projections `parts` (name -> output rows) of x: columns of one packed product, or an array each."""
     if packed not in p:
         return [linear(x, p[name]["weight"]) for name in parts]
-    joined = linear(x, p[packed]["weight"])
-    outputs, start = [], 0
-    for size in parts.values():
-        outputs.append(joined[..., start : start + size])
-        start += size
-    return outputs
+    return split(linear(x, p[packed]["weight"]), parts.values())
 
 
 def mlp(p: Any, x: jax.Array, c: Config) -> jax.Array:
     """down(silu(gate x) * up x)."""
     parts = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
-    gate, up = project(p, x, "gate_up_proj", parts)
+    gate, up = map(value, project(p, x, "gate_up_proj", parts))
     return linear(
         (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype), p["down_proj"]["weight"]
     )
 
 
-def gdn_project(p: Any, x: jax.Array, c: Config) -> list[jax.Array]:
+def gdn_project(p: Any, x: jax.Array, c: Config) -> Sequence[jax.Array | Columns]:
     """x `[..., H]` -> the convolution's input `[..., C]`, z `[..., Hv * dv]`, b and a `[..., Hv]`."""
     heads = c.linear_num_value_heads
     parts = {"in_proj_qkv": c.conv_channels, "in_proj_z": c.value_channels, "in_proj_b": heads, "in_proj_a": heads}
     return project(p, x, "in_proj", parts)
 
 
-def gdn_heads(mixed: jax.Array, c: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
+def gdn_heads(qkv: jax.Array, c: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The convolution's output `[..., C]` -> q, k `[..., Hk, dk]`, v `[..., Hv, dv]`."""
-    lead, keys = mixed.shape[:-1], c.key_channels
-    q = mixed[..., :keys].reshape(*lead, c.linear_num_key_heads, c.linear_key_head_dim)
-    k = mixed[..., keys : 2 * keys].reshape(q.shape)
-    return q, k, mixed[..., 2 * keys :].reshape(*lead, c.linear_num_value_heads, c.linear_value_head_dim)
+    sizes = c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+    return QkvLayout(*sizes).split(qkv)
 
 
-def gdn_output(p: Any, out: jax.Array, z: jax.Array, c: Config, implementation: Implementation | None) -> jax.Array:
+def gdn_output(
+    p: Any, out: jax.Array, z: jax.Array | Columns, c: Config, implementation: Implementation | None
+) -> jax.Array:
     """The rule's output `[..., Hv, dv]` (activation dtype) through the gated norm and out_proj."""
-    gated = gated_rms_norm(out, z.reshape(out.shape), p["norm"]["weight"], c.rms_norm_eps, implementation)
+    gated = gated_rms_norm(out, z, p["norm"]["weight"], c.rms_norm_eps, implementation)
     return linear(gated.reshape(*z.shape[:-1], -1), p["out_proj"]["weight"])
 
 

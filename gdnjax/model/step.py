@@ -16,7 +16,6 @@ from gdnjax.model.layers import (
     attention_output,
     attention_project,
     embed,
-    gdn_heads,
     gdn_output,
     gdn_project,
     head,
@@ -64,24 +63,12 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
     recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
 
     def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        mixed, z, b, a = gdn_project(p, x, c)
-        mixed, conv[layer] = causal_conv_decode(
-            mixed, p["conv1d"]["weight"], conv[layer], batch.request + 1, position, implementation
+        qkv, z, b, a = gdn_project(p, x, c)
+        qkv, conv[layer] = causal_conv_decode(
+            qkv, p["conv1d"]["weight"], conv[layer], batch.request + 1, position, implementation
         )
-        q, k, v = gdn_heads(mixed, c)
         out, recurrent[layer] = gated_delta_decode(
-            q,
-            k,
-            v,
-            a,
-            b,
-            p["A_log"],
-            p["dt_bias"],
-            recurrent[layer],
-            read_slot,
-            write_slot,
-            has_state,
-            implementation,
+            qkv, a, b, p["A_log"], p["dt_bias"], recurrent[layer], read_slot, write_slot, has_state, implementation
         )
         return gdn_output(p, out, z, c, implementation)
 
@@ -152,13 +139,12 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
     recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
 
     def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        mixed, z, b, a = gdn_project(p, x, c)
-        mixed, conv[layer] = causal_conv_packed(
-            mixed, p["conv1d"]["weight"], conv[layer], segments, batch.request, implementation
+        qkv, z, b, a = gdn_project(p, x, c)
+        qkv, conv[layer] = causal_conv_packed(
+            qkv, p["conv1d"]["weight"], conv[layer], segments, batch.request, implementation
         )
-        q, k, v = gdn_heads(mixed, c)
         out, recurrent[layer] = gated_delta_prefill(
-            q, k, v, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments, implementation
+            qkv, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments, implementation
         )
         return gdn_output(p, out, z, c, implementation)
 

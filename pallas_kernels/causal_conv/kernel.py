@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.columns import Columns
 from pallas_kernels.dispatch import power_of_two
 from pallas_kernels.segments import Segments
 from pallas_kernels.triton_backend import Warps, launch
@@ -27,6 +29,9 @@ TILE_ROWS = 8
 """Rows of one program of rows that need no ring."""
 WARPS = Warps(wave64=1, wave32=1)
 """One, so that a program's reads of a ring come before its writes whichever lanes they fall on."""
+
+Read = Callable[[jax.Array], jax.Array]
+"""Row -> the program's block of its inputs."""
 
 
 def _convolve(live: jax.Array, taps: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
@@ -66,10 +71,13 @@ def _history(ring: Any, channels: Any, ring_row: jax.Array, position: jax.Array,
     return taps
 
 
-def _decode(x: Any, weight: Any, ring_rows: Any, positions: Any, _: Any, out: Any, ring: Any, *, block: int) -> None:
-    channels, row = pl.ds(pl.program_id(0) * block, block), pl.program_id(1)
+def _decode(
+    x: Any, weight: Any, ring_rows: Any, positions: Any, _: Any, out: Any, ring: Any, *, block: int, first_column: int
+) -> None:
+    first, row = pl.program_id(0) * block, pl.program_id(1)
+    channels = pl.ds(first, block)
     ring_row, position = ring_rows[row], positions[row]
-    weights, here = _weights(weight, channels), x[row, channels]
+    weights, here = _weights(weight, channels), x[row, pl.ds(first_column + first, block)]
     taps = [*_history(ring, channels, ring_row, position, len(weights) - 1), here]
     out[row, channels] = _convolve(ring_row > 0, taps, weights)
 
@@ -91,12 +99,18 @@ def _packed(
     *,
     block: int,
     tiles: int,
+    first_column: int,
 ) -> None:
-    channels, number = pl.ds(pl.program_id(0) * block, block), pl.program_id(1)
+    first, number = pl.program_id(0) * block, pl.program_id(1)
+    channels, columns = pl.ds(first, block), pl.ds(first_column + first, block)
+
+    def read(row: jax.Array) -> jax.Array:
+        """Inputs of a row; of one that does not exist those of the first or the last one, which nobody uses."""
+        return x[jnp.clip(row, 0, x.shape[0] - 1), columns]
 
     @pl.when(number < tiles)
     def _() -> None:
-        _inner_rows(x, _weights(weight, channels), first_rows, out, channels, number * TILE_ROWS)
+        _inner_rows(read, _weights(weight, channels), first_rows, out, channels, number * TILE_ROWS)
 
     segment = jnp.maximum(number - tiles, 0)
     start, length, position = starts[segment], lengths[segment], positions[segment]
@@ -104,18 +118,17 @@ def _packed(
     @pl.when((number >= tiles) & (length > 0))
     def _() -> None:
         weights = _weights(weight, channels)
-        _head_rows(x, weights, out, ring, channels, start, length, position, segment + 1)
-        columns = ring.shape[1]
-        for back in range(1, columns + 1):
+        _head_rows(read, weights, out, ring, channels, start, length, position, segment + 1)
+        for back in range(1, ring.shape[1] + 1):
 
             @pl.when(back <= length)
             def _(back: int = back) -> None:
-                column = jax.lax.rem(position + length - back, columns)
-                ring[segment + 1, column, channels] = x[start + length - back, channels]
+                column = jax.lax.rem(position + length - back, ring.shape[1])
+                ring[segment + 1, column, channels] = read(start + length - back)
 
 
 def _head_rows(
-    x: Any,
+    read: Read,
     weights: list[jax.Array],
     out: Any,
     ring: Any,
@@ -127,9 +140,7 @@ def _head_rows(
 ) -> None:
     """A segment's first K - 1 rows, as far as it has them."""
     heads = len(weights) - 1
-    # Rows that don't exist are read as the last one, and not used.
-    line = [x[jnp.minimum(start + i, x.shape[0] - 1), channels] for i in range(heads)]
-    line = [*_history(ring, channels, ring_row, position, heads), *line]
+    line = [*_history(ring, channels, ring_row, position, heads), *(read(start + i) for i in range(heads))]
     for i in range(heads):
         y = _convolve(i < length, line[i : i + len(weights)], weights)
 
@@ -138,12 +149,13 @@ def _head_rows(
             out[start + i, channels] = y
 
 
-def _inner_rows(x: Any, weights: list[jax.Array], first_rows: Any, out: Any, channels: Any, start: jax.Array) -> None:
+def _inner_rows(
+    read: Read, weights: list[jax.Array], first_rows: Any, out: Any, channels: Any, start: jax.Array
+) -> None:
     """Of TILE_ROWS rows of the batch those that lie K - 1 or more behind their segment's start, and zeros for
     padding."""
-    heads, last = len(weights) - 1, x.shape[0] - 1
-    # Rows that don't exist are read as the first or the last one, and not used.
-    line = [x[jnp.clip(start + i, 0, last), channels] for i in range(-heads, TILE_ROWS)]
+    heads, last = len(weights) - 1, out.shape[0] - 1
+    line = [read(start + i) for i in range(-heads, TILE_ROWS)]
     for i in range(TILE_ROWS):
         row = start + i
         first = first_rows[jnp.minimum(row, last)]
@@ -156,28 +168,28 @@ def _inner_rows(x: Any, weights: list[jax.Array], first_rows: Any, out: Any, cha
 
 
 def causal_conv_decode(
-    x: jax.Array, weight: jax.Array, ring: jax.Array, ring_row: jax.Array, position: jax.Array, interpret: bool
+    x: Columns, weight: jax.Array, ring: jax.Array, ring_row: jax.Array, position: jax.Array, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See the reference. Padding rows output zeros."""
     rows, channels = x.shape
     block = math.gcd(channels, BLOCK)
     out, ring = launch(
-        functools.partial(_decode, block=block),
-        [x, weight, ring_row, position, ring],
+        functools.partial(_decode, block=block, first_column=x.start),
+        [x.array, weight, ring_row, position, ring],
         name="causal_conv_decode",
         grid=(channels // block, rows),
         out_shape=[_struct(x), _struct(ring)],
         warps=WARPS,
         aliases={4: 1},
         # in, out and the column that is written; K - 1 columns that are read
-        cost=_cost(x, weight, (3 + weight.shape[2] - 1) * x.size * x.dtype.itemsize),
+        cost=_cost(x, weight, (3 + weight.shape[2] - 1) * x.nbytes),
         interpret=interpret,
     )
     return out, ring
 
 
 def causal_conv_packed(
-    x: jax.Array, weight: jax.Array, ring: jax.Array, segments: Segments, segment_of_row: jax.Array, interpret: bool
+    x: Columns, weight: jax.Array, ring: jax.Array, segments: Segments, segment_of_row: jax.Array, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See the reference. Padding rows output zeros."""
     rows, channels = x.shape
@@ -186,26 +198,27 @@ def causal_conv_packed(
     # The same for all layers, so that a step computes it once.
     first_rows = jnp.where(segment_of_row >= 0, segments.start[jnp.maximum(segment_of_row, 0)], -1)
     out, ring = launch(
-        functools.partial(_packed, block=block, tiles=tiles),
-        [x, weight, segments.start, segments.length, segments.position, first_rows, ring],
+        functools.partial(_packed, block=block, tiles=tiles, first_column=x.start),
+        [x.array, weight, segments.start, segments.length, segments.position, first_rows, ring],
         name="causal_conv_packed",
         grid=(channels // block, tiles + segments.start.shape[0]),
         out_shape=[_struct(x), _struct(ring)],
         warps=WARPS,
         aliases={6: 1},
-        cost=_cost(x, weight, 2 * x.size * x.dtype.itemsize),
+        cost=_cost(x, weight, 2 * x.nbytes),
         interpret=interpret,
     )
     return out, ring
 
 
-def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
+def _struct(array: jax.Array | Columns) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _cost(x: jax.Array, weight: jax.Array, activation_bytes: int) -> pl.CostEstimate:
+def _cost(x: Columns, weight: jax.Array, activation_bytes: int) -> pl.CostEstimate:
+    outputs = math.prod(x.shape)
     return pl.CostEstimate(
-        flops=(2 * weight.shape[2] + 3) * x.size,
-        transcendentals=x.size,
+        flops=(2 * weight.shape[2] + 3) * outputs,
+        transcendentals=outputs,
         bytes_accessed=activation_bytes + weight.size * weight.dtype.itemsize,
     )

@@ -1,4 +1,4 @@
-"""Real sizes of the convolution, shared by tests and benchmarks."""
+"""Real sizes of the convolution, shared by tests and benchmarks: those of the rule that it feeds."""
 
 from __future__ import annotations
 
@@ -8,33 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.columns import Columns
+from pallas_kernels.gated_delta_decode import shapes as delta_shapes
 from pallas_kernels.segments import Segments
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Channels of q, k and v together, the convolution's width K and the ring's W columns."""
+    """Channels of q, k and v together, in packed rows of `projected` columns of which they are the first; the
+    convolution's width K and the ring's W columns."""
 
     name: str
     channels: int
+    projected: int
     width: int = 4
     columns: int = 4
 
 
-SHAPES = (
-    Shape("0.8B", 6144),
-    Shape("2B", 6144),
-    Shape("4B", 8192),
-    Shape("9B", 8192),
-    Shape("27B", 10240),
-    Shape("397B", 12288),
-    Shape("tiny", 512),
-)
+SHAPES = tuple(Shape(s.name, s.layout.width, s.projected) for s in delta_shapes.SHAPES)
 
 
 def arguments(
     shape: Shape, rows: int, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.bfloat16, spare: int = 0
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array | Columns, ...]:
     """Arguments of `causal_conv_decode`: every row live, in shuffled ring rows, at positions up to 32k."""
     keys = jax.random.split(key, 5)
     requests = rows + spare
@@ -47,7 +43,7 @@ def arguments(
 
 def packed_arguments(
     shape: Shape, lengths: list[int], key: jax.Array, dtype: jax.typing.DTypeLike = jnp.bfloat16
-) -> tuple[jax.Array, jax.Array, jax.Array, Segments, jax.Array]:
+) -> tuple[Columns, jax.Array, jax.Array, Segments, jax.Array]:
     """Arguments of `causal_conv_packed`: one segment a length, back to back, each mid-request."""
     keys = jax.random.split(key, 5)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
@@ -70,9 +66,9 @@ def bytes_moved(shape: Shape, rows: int, dtype: jax.typing.DTypeLike = jnp.bfloa
 
 def _inputs(
     shape: Shape, rows: int, requests: int, keys: jax.Array, dtype: jax.typing.DTypeLike
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Columns, jax.Array, jax.Array]:
     return (
-        jax.random.normal(keys[0], (rows, shape.channels), dtype),
+        Columns(jax.random.normal(keys[0], (rows, shape.projected), dtype), 0, shape.channels),
         0.5 * jax.random.normal(keys[1], (shape.channels, 1, shape.width), dtype),
         jax.random.normal(keys[2], (requests + 1, shape.columns, shape.channels), dtype),
     )

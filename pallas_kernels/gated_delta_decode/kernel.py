@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.columns import Columns
+from pallas_kernels.gated_delta_decode.qkv import QkvLayout, qkv_layout
 from pallas_kernels.gated_delta_decode.reference import delta_update, gates, normalize_qk
 from pallas_kernels.triton_backend import Warps, launch, load, store
 
@@ -68,9 +70,7 @@ def update_strip(
 
 
 def _decode(
-    q: Any,
-    k: Any,
-    v: Any,
+    qkv: Any,
     a: Any,
     b: Any,
     a_log: Any,
@@ -81,11 +81,14 @@ def _decode(
     out: Any,
     pool: Any,
     *,
+    layout: QkvLayout,
+    a_column: int,
+    b_column: int,
     strip: int,
     eviction: str | None,
 ) -> None:
-    rows_of_v, head, row = pl.ds(pl.program_id(0) * strip, strip), pl.program_id(1), pl.program_id(2)
-    key_head = head // (v.shape[1] // q.shape[1])
+    first, head, row = pl.program_id(0) * strip, pl.program_id(1), pl.program_id(2)
+    rows_of_v = pl.ds(first, strip)
     source, target = sources[row], targets[row]
     # Asked for first, and of slot 0 not at all: zero whatever a slot holds, NaN included.
     tile = (strip, pool.shape[3])
@@ -99,8 +102,11 @@ def _decode(
     def step(i: jax.Array, state: jax.Array) -> jax.Array:
         token = row + i
         # All loads before the first use of one.
-        inputs = (q[token, key_head, :], k[token, key_head, :], v[token, head, rows_of_v], a[token, head])
-        state, y = update_strip(state, *inputs, b[token, head], a_log[head], dt_bias[head])
+        q = qkv[token, pl.ds(layout.q(head), layout.key_dim)]
+        k = qkv[token, pl.ds(layout.k(head), layout.key_dim)]
+        v = qkv[token, pl.ds(layout.v(head) + first, strip)]
+        raw = a[token, a_column + head], b[token, b_column + head]
+        state, y = update_strip(state, q, k, v, *raw, a_log[head], dt_bias[head])
         out[token, head, rows_of_v] = y.astype(out.dtype)
         return state
 
@@ -118,11 +124,9 @@ def _decode(
 
 
 def gated_delta_decode(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    qkv: jax.Array,
+    a: Columns,
+    b: Columns,
     a_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
@@ -133,23 +137,32 @@ def gated_delta_decode(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """See the reference; dk must be a power of two. Padding rows output zeros."""
-    rows, (_, heads, dv, dk) = v.shape[0], pool.shape
+    rows, (_, heads, dv, dk) = qkv.shape[0], pool.shape
+    out = jax.ShapeDtypeStruct((rows, heads, dv), qkv.dtype)
     strip = math.gcd(tile.strip, dv)
     # The same for all layers, so that a step computes it once.
     source = jnp.where(has_state, read_slot, 0)
     state_bytes = 2 * rows * heads * dv * dk * pool.dtype.itemsize
+    kernel = functools.partial(
+        _decode,
+        layout=qkv_layout(qkv, pool),
+        a_column=a.start,
+        b_column=b.start,
+        strip=strip,
+        eviction="evict_first" if tile.evict_first else None,
+    )
     out, pool = launch(
-        functools.partial(_decode, strip=strip, eviction="evict_first" if tile.evict_first else None),
-        [q, k, v, a, b, a_log, dt_bias, source, write_slot, pool],
+        kernel,
+        [qkv, a.array, b.array, a_log, dt_bias, source, write_slot, pool],
         name="gated_delta_decode",
         grid=(dv // strip, heads, rows),
-        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
+        out_shape=[out, jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
         warps=tile.warps,
-        aliases={9: 1},
+        aliases={7: 1},
         cost=pl.CostEstimate(
             flops=7 * rows * heads * dv * dk,
             transcendentals=5 * rows * heads,
-            bytes_accessed=state_bytes + sum(x.size * x.dtype.itemsize for x in (q, k, v, v)),
+            bytes_accessed=state_bytes + (qkv.size + out.size) * qkv.dtype.itemsize + a.nbytes + b.nbytes,
         ),
         interpret=interpret,
     )

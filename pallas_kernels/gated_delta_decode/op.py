@@ -5,17 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.columns import Columns, as_columns
 from pallas_kernels.dispatch import Implementation, choose, power_of_two
 from pallas_kernels.gated_delta_decode import kernel, reference
 from pallas_kernels.gated_delta_decode.kernel import DEFAULT_TILE, Tile
+from pallas_kernels.gated_delta_decode.qkv import check, check_rule
 
 
 def gated_delta_decode(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    qkv: jax.Array,
+    a: jax.Array | Columns,
+    b: jax.Array | Columns,
     a_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
@@ -32,8 +32,9 @@ def gated_delta_decode(
     row reads or writes, slot 0 excepted.
 
     Args:
-        q, k: `[R, Hk, dk]`, v: `[R, Hv, dv]`, after the convolution, activation dtype.
-        a, b: `[R, Hv]` raw projections.
+        qkv: `[R, 2 Hk dk + Hv dv]`, the convolution's output as it is, activation dtype: all q, all k, all v,
+            each head by head. The number of key heads Hk follows from the width.
+        a, b: `[R, Hv]` raw projections, arrays or columns of packed rows.
         a_log, dt_bias: `[Hv]` float32.
         pool: `[slots, Hv, dv, dk]`, float32 or bfloat16; updated in place if donated.
         read_slot, write_slot: `[R]` int32. Slot 0 marks a padding row: it stores nothing and its output
@@ -43,48 +44,24 @@ def gated_delta_decode(
         tile: how the kernel cuts the state; measured, not derived.
 
     Returns:
-        Outputs `[R, Hv, dv]` in v's dtype, and the pool.
+        Outputs `[R, Hv, dv]` in qkv's dtype, and the pool.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or a tile that can't be.
     """
-    _check_inputs(q, k, v, a, b, a_log, dt_bias)
-    rows, heads, dv = v.shape
-    if pool.ndim != 4 or pool.shape[1:] != (heads, dv, q.shape[2]) or pool.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(
-            f"pool is {pool.dtype}{list(pool.shape)}; it takes float32 or bfloat16 [slots, {heads}, {dv}, {q.shape[2]}]"
-        )
+    a, b = as_columns(a), as_columns(b)
+    layout = check_rule(qkv, a, b, a_log, dt_bias, pool)
     for name, vector, dtype in (
         ("read_slot", read_slot, jnp.int32),
         ("write_slot", write_slot, jnp.int32),
         ("has_state", has_state, jnp.bool_),
     ):
-        _check(name, vector, (rows,), dtype)
+        check(name, vector, qkv.shape[:1], dtype)
     if not power_of_two(tile.strip):
         raise ValueError(f"tile.strip = {tile.strip}; it takes a power of two")
-    arguments = (q, k, v, a, b, a_log, dt_bias, pool, read_slot, write_slot, has_state)
-    unsupported = None if power_of_two(q.shape[2]) else f"key head dimension {q.shape[2]} is no power of two"
+    rest = (a_log, dt_bias, pool, read_slot, write_slot, has_state)
+    unsupported = None if power_of_two(layout.key_dim) else f"key head dimension {layout.key_dim} is no power of two"
     chosen = choose("gated_delta_decode", implementation, unsupported)
     if chosen == "reference":
-        return reference.gated_delta_decode(*arguments)
-    return kernel.gated_delta_decode(*arguments, tile=tile, interpret=chosen == "interpret")
-
-
-def _check(name: str, array: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> None:
-    if array.shape != shape or array.dtype != dtype:
-        raise ValueError(f"{name} is {array.dtype}{list(array.shape)}; it takes {jnp.dtype(dtype)}{list(shape)}")
-
-
-def _check_inputs(
-    q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, a_log: jax.Array, dt_bias: jax.Array
-) -> None:
-    if q.ndim != 3 or v.ndim != 3 or v.shape[0] != q.shape[0] or q.shape[1] < 1 or v.shape[1] % q.shape[1]:
-        raise ValueError(
-            f"q has shape {q.shape} and v {v.shape}; they take [R, Hk, dk] and [R, Hv, dv] with Hv a multiple of Hk"
-        )
-    _check("k", k, q.shape, q.dtype)
-    heads = v.shape[:2]
-    _check("a", a, heads, a.dtype)
-    _check("b", b, heads, a.dtype)
-    _check("a_log", a_log, heads[1:], jnp.float32)
-    _check("dt_bias", dt_bias, heads[1:], jnp.float32)
+        return reference.gated_delta_decode(qkv, a.value(), b.value(), *rest)
+    return kernel.gated_delta_decode(qkv, a, b, *rest, tile=tile, interpret=chosen == "interpret")

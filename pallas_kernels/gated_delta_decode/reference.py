@@ -14,6 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gated_delta_decode.qkv import qkv_layout
+
 L2_EPS = 1e-6
 """Added to the sum of squares inside the root; no configuration changes it."""
 
@@ -65,9 +67,7 @@ def delta_update(
 
 
 def gated_delta_decode(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
     a: jax.Array,
     b: jax.Array,
     a_log: jax.Array,
@@ -80,7 +80,7 @@ def gated_delta_decode(
     """The rule for one token a row, from slot `read_slot` to slot `write_slot` of the same pool.
 
     Args:
-        q, k: `[R, Hk, dk]`, v: `[R, Hv, dv]`, after the convolution, activation dtype.
+        qkv: `[R, 2 Hk dk + Hv dv]`, the convolution's output: all q, all k, all v.
         a, b: `[R, Hv]` raw projections.
         a_log, dt_bias: `[Hv]` float32.
         pool: `[slots, Hv, dv, dk]`, float32 or bfloat16; returned updated (donate it).
@@ -88,8 +88,9 @@ def gated_delta_decode(
         has_state: `[R]` bool; a row without state reads as zero whatever its slot holds.
 
     Returns:
-        Outputs `[R, Hv, dv]` in v's dtype, and the pool.
+        Outputs `[R, Hv, dv]` in qkv's dtype, and the pool.
     """
+    q, k, v = qkv_layout(qkv, pool).split(qkv)
     per_key_head = v.shape[1] // k.shape[1]
     g, beta = gates(a, b, a_log, dt_bias)
     q, k = normalize_qk(q, k)

@@ -7,6 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.columns import Columns
+from pallas_kernels.gated_delta_decode.qkv import QkvLayout
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -17,6 +20,15 @@ class Shape:
     value_heads: int
     key_dim: int = 128
     value_dim: int = 128
+
+    @property
+    def layout(self) -> QkvLayout:
+        return QkvLayout(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+
+    @property
+    def projected(self) -> int:
+        """Columns of the packed product that a layer starts with: qkv, z, b and a."""
+        return self.layout.width + self.value_heads * self.value_dim + 2 * self.value_heads
 
 
 SHAPES = (
@@ -38,31 +50,36 @@ def arguments(
     pool_dtype: jax.typing.DTypeLike = jnp.float32,
     twin: bool = False,
     spare: int = 0,
-) -> tuple[jax.Array, ...]:
-    """The operation's arguments up to `has_state`: every row live, in shuffled slots of its own.
+) -> tuple[jax.Array | Columns, ...]:
+    """The operation's arguments up to `has_state`: every row live, in shuffled slots of its own; b and a are the
+    last columns of packed rows.
 
     The pool has slot 0 (zero) and, a row, one slot (two if `twin`), and `spare` more, all of random contents.
     Gates are those of a trained model: memories from a few tokens to thousands.
     """
-    keys = jax.random.split(key, 9)
+    keys = jax.random.split(key, 6)
     s = shape
     per_row = 2 if twin else 1
     slots = 1 + per_row * rows + spare
     order = 1 + jax.random.permutation(keys[0], slots - 1)[: per_row * rows].astype(jnp.int32)
     pool = 0.3 * jax.random.normal(keys[1], (slots, s.value_heads, s.value_dim, s.key_dim), pool_dtype)
     return (
-        jax.random.normal(keys[2], (rows, s.key_heads, s.key_dim), dtype),
-        jax.random.normal(keys[3], (rows, s.key_heads, s.key_dim), dtype),
-        jax.random.normal(keys[4], (rows, s.value_heads, s.value_dim), dtype),
-        jax.random.normal(keys[5], (rows, s.value_heads), dtype),
-        jax.random.normal(keys[6], (rows, s.value_heads), dtype),
-        jax.random.uniform(keys[7], (s.value_heads,), minval=-6.0, maxval=2.0),
-        jax.random.normal(keys[8], (s.value_heads,)),
+        jax.random.normal(keys[2], (rows, s.layout.width), dtype),
+        *raw_gates(s, rows, keys[3], dtype),
+        jax.random.uniform(keys[4], (s.value_heads,), minval=-6.0, maxval=2.0),
+        jax.random.normal(keys[5], (s.value_heads,)),
         pool.at[0].set(0.0),
         order[:rows],
         order[-rows:],
         jnp.ones(rows, bool),
     )
+
+
+def raw_gates(shape: Shape, rows: int, key: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[Columns, Columns]:
+    """a and b, in packed rows that end in b and a."""
+    packed = jax.random.normal(key, (rows, shape.projected), dtype)
+    heads = shape.value_heads
+    return Columns(packed, shape.projected - heads, heads), Columns(packed, shape.projected - 2 * heads, heads)
 
 
 def bytes_moved(
@@ -72,6 +89,6 @@ def bytes_moved(
     pool_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> int:
     """Bytes that must be read and written: the state both ways, q, k, v in, the output out."""
-    state = shape.value_heads * shape.value_dim * shape.key_dim
-    activations = 2 * shape.key_heads * shape.key_dim + 2 * shape.value_heads * shape.value_dim
+    outputs = shape.value_heads * shape.value_dim
+    state, activations = outputs * shape.key_dim, shape.layout.width + outputs
     return rows * (2 * state * jnp.dtype(pool_dtype).itemsize + activations * jnp.dtype(dtype).itemsize)

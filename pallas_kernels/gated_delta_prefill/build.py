@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.gated_delta_decode.qkv import QkvLayout
 from pallas_kernels.gated_delta_decode.reference import L2_EPS, gates
 from pallas_kernels.gated_delta_prefill.products import COLUMNS, ROWS, column_parts, product, stored_pieces
 from pallas_kernels.segments import CHUNK
@@ -26,8 +27,7 @@ FROM_START_K, FROM_START_Q, TO_END_K, BETA = range(4)
 def build(
     chunks: Any,
     owned: Any,
-    q: Any,
-    k: Any,
+    qkv: Any,
     a: Any,
     b: Any,
     a_log: Any,
@@ -37,6 +37,10 @@ def build(
     scales: Any,
     total: Any,
     out: Any,
+    *,
+    layout: QkvLayout,
+    a_column: int,
+    b_column: int,
 ) -> None:
     """Program (value head, chunk): M, (q k^T) * L, the scales of the chunk's rows, and its whole decay.
 
@@ -46,7 +50,6 @@ def build(
     The same program clears the output on rows [64 n, 64 n + 64) as far as they belong to no segment.
     """
     head, n = pl.program_id(0), pl.program_id(1)
-    key_head = head // (out.shape[1] // k.shape[1])
     within = jax.lax.iota(jnp.int32, CHUNK)
 
     span = pl.ds(n * CHUNK, CHUNK)
@@ -60,12 +63,12 @@ def build(
         live = within < count
         span = pl.ds(start, CHUNK)
 
-        def part(ref: Any, columns: Any) -> jax.Array:
-            return load(ref.at[span, key_head, columns], mask=live[:, None], other=0.0)
+        def part(columns: Any) -> jax.Array:
+            return load(qkv.at[span, columns], mask=live[:, None], other=0.0)
 
         g, beta = gates(
-            load(a.at[span, head], mask=live, other=0.0),
-            load(b.at[span, head], mask=live, other=0.0),
+            load(a.at[span, a_column + head], mask=live, other=0.0),
+            load(b.at[span, b_column + head], mask=live, other=0.0),
             a_log[head],
             dt_bias[head],
         )
@@ -81,10 +84,10 @@ def build(
         scales[n, head, BETA] = beta
 
         # Each matrix is stored before the next one's operands are loaded: fewer values live at once.
-        parts = column_parts(k)
+        k_parts = column_parts(layout.k(head), layout.key_dim, qkv.dtype)
         matrix, squares = jnp.zeros((CHUNK, CHUNK), jnp.float32), jnp.zeros((CHUNK,), jnp.float32)
-        for columns in parts:
-            k_part = part(k, columns)
+        for columns in k_parts:
+            k_part = part(columns)
             matrix += product(k_part, k_part, (COLUMNS, COLUMNS))
             squares += _sum_of_squares(k_part)
         k_scale = jax.lax.rsqrt(squares + L2_EPS)
@@ -94,11 +97,12 @@ def build(
         scales[n, head, TO_END_K] = to_end * k_scale
 
         matrix, squares = jnp.zeros((CHUNK, CHUNK), jnp.float32), jnp.zeros((CHUNK,), jnp.float32)
-        for columns in parts:
-            q_part = part(q, columns)
-            matrix += product(q_part, part(k, columns), (COLUMNS, COLUMNS))
+        q_parts = column_parts(layout.q(head), layout.key_dim, qkv.dtype)
+        for columns, k_columns in zip(q_parts, k_parts, strict=True):
+            q_part = part(columns)
+            matrix += product(q_part, part(k_columns), (COLUMNS, COLUMNS))
             squares += _sum_of_squares(q_part)
-        q_scale = jax.lax.rsqrt(squares + L2_EPS) * q.shape[2] ** -0.5
+        q_scale = jax.lax.rsqrt(squares + L2_EPS) * layout.key_dim**-0.5
         for number, piece in enumerate(stored_pieces(matrix * decay * q_scale[:, None], attend)):
             attend[number, n, head] = piece
         scales[n, head, FROM_START_Q] = from_start * q_scale

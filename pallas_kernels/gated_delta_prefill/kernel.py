@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.columns import Columns
+from pallas_kernels.gated_delta_decode.qkv import QkvLayout, qkv_layout
 from pallas_kernels.gated_delta_prefill.build import BLOCK, FROM_START_K, FROM_START_Q, TO_END_K, build, solve
 from pallas_kernels.gated_delta_prefill.products import (
     COLUMNS,
@@ -65,9 +67,7 @@ def owned_rows(segments: Segments, rows: int) -> jax.Array:
 
 def advance(
     segments: Any,
-    q: Any,
-    k: Any,
-    v: Any,
+    qkv: Any,
     inverse: Any,
     attend: Any,
     scales: Any,
@@ -77,6 +77,7 @@ def advance(
     out: Any,
     pool: Any,
     *,
+    layout: QkvLayout,
     early: bool,
 ) -> None:
     """Program (strip of V, value head, segment): the segment's chunks in order.
@@ -88,10 +89,11 @@ def advance(
     memory's latency; otherwise operands are loaded where they are used, which takes fewer registers.
     """
     strip, head, segment = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    key_head = head // (v.shape[1] // k.shape[1])
     length, slot = segments[segment, LENGTH], segments[segment, SLOT]
     values = pl.ds(strip * STRIP, STRIP)
-    parts = column_parts(k)
+    q_parts, k_parts = (column_parts(first, layout.key_dim, qkv.dtype) for first in (layout.q(head), layout.k(head)))
+    v_columns = pl.ds(layout.v(head) + strip * STRIP, STRIP)
+    state_parts = column_parts(0, layout.key_dim, qkv.dtype)
 
     def rows_of(number: jax.Array) -> tuple[Any, jax.Array]:
         # The start is read here and not once: addresses made from it before the store to `out` would stay
@@ -100,9 +102,9 @@ def advance(
         live = jax.lax.iota(jnp.int32, CHUNK) < length - number * CHUNK
         return pl.ds(first, CHUNK), live[:, None]
 
-    def part_of(ref: Any, number: jax.Array, columns: Any) -> jax.Array:
+    def read(number: jax.Array, columns: Any) -> jax.Array:
         span, live = rows_of(number)
-        return load(ref.at[span, key_head, columns], mask=live, other=0.0)
+        return load(qkv.at[span, columns], mask=live, other=0.0)
 
     def ask(read: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
         if not early:
@@ -117,15 +119,15 @@ def advance(
         if early:
             read_k = [lambda value=value: value for value in k_early]
         else:
-            read_k = [functools.partial(part_of, k, number, columns) for columns in parts]
-        read_q = [ask(functools.partial(part_of, q, number, columns)) for columns in parts]
-        read_v = ask(lambda: load(v.at[span, head, values], mask=live, other=0.0))
+            read_k = [functools.partial(read, number, columns) for columns in k_parts]
+        read_q = [ask(functools.partial(read, number, columns)) for columns in q_parts]
+        read_v = ask(functools.partial(read, number, v_columns))
         read_inverse, read_attend = (
             [ask(lambda ref=ref, piece=piece: ref[piece, n, head]) for piece in range(ref.shape[0])]
             for ref in (inverse, attend)
         )
         # past the last chunk no row is live, and nothing is read
-        k_next = tuple(part_of(k, number + 1, columns) for columns in parts) if early else ()
+        k_next = tuple(read(number + 1, columns) for columns in k_parts) if early else ()
 
         # [i, v]
         recalled = answer = jnp.zeros((CHUNK, STRIP), jnp.float32)
@@ -139,14 +141,14 @@ def advance(
         answer = answer + split_product(read_attend, new, (COLUMNS, ROWS))
         store(out.at[span, head, values], answer.astype(out.dtype), mask=live)
         new = new * scales[n, head, TO_END_K][:, None]
-        k_parts = [read() for read in read_k]
+        whole_k = [part() for part in read_k]
         state = tuple(state_part * total[n, head] for state_part in state)
         # Whole: without decay, what were lost here would add up over the chunk's rows. A piece at a time for
         # all of k, and onto the state itself, since registers hold no more.
-        for piece in operands(new, k.dtype, count=3):
+        for piece in operands(new, qkv.dtype, count=3):
             state = tuple(
                 state_part + product(k_part, piece, (ROWS, ROWS))
-                for k_part, state_part in zip(k_parts, state, strict=True)
+                for k_part, state_part in zip(whole_k, state, strict=True)
             )
         return state, k_next
 
@@ -154,48 +156,48 @@ def advance(
     def _() -> None:
         # selected, not multiplied: an unused slot may hold NaN
         has_state = segments[segment, POSITION] > 0
-        stored = [load(pool.at[slot, head, values, columns]).astype(jnp.float32) for columns in parts]
+        stored = [load(pool.at[slot, head, values, columns]).astype(jnp.float32) for columns in state_parts]
         state = tuple(jnp.where(has_state, x, 0.0).T for x in stored)
-        k_first = tuple(part_of(k, jnp.int32(0), columns) for columns in parts) if early else ()
+        k_first = tuple(read(jnp.int32(0), columns) for columns in k_parts) if early else ()
         state, _ = jax.lax.fori_loop(0, (length + CHUNK - 1) // CHUNK, body, (state, k_first))
         # read again for the same reason as the start
         target = segments[segment, SLOT]
 
         @pl.when(target > 0)
         def _() -> None:
-            for columns, state_part in zip(parts, state, strict=True):
+            for columns, state_part in zip(state_parts, state, strict=True):
                 store(pool.at[target, head, values, columns], state_part.T.astype(pool.dtype))
 
 
 def gated_delta_prefill(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    qkv: jax.Array,
+    a: Columns,
+    b: Columns,
     a_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
     segments: Segments,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """See the reference; q, k and v are float32 or bfloat16, dk and dv powers of two from 16 up.
+    """See the reference; qkv is float32 or bfloat16, dk and dv powers of two from 16 up.
 
     With bfloat16 inputs the state is off by up to 7e-6 of its largest element instead of 1e-6: see `products`.
     """
-    (rows, heads, dv), dk = v.shape, k.shape[2]
+    rows, (_, heads, dv, dk) = qkv.shape[0], pool.shape
+    layout = qkv_layout(qkv, pool)
     chunks, table = chunk_tables(segments, rows)
     count = chunks.shape[0]
     shape = jax.ShapeDtypeStruct
     # What comes in bfloat16 is multiplied by it, so that these matrices are kept as two pieces of it.
-    exact = q.dtype == jnp.float32
-    matrices = shape((1 if exact else 2, count, heads, CHUNK, CHUNK), q.dtype)
+    exact = qkv.dtype == jnp.float32
+    matrices = shape((1 if exact else 2, count, heads, CHUNK, CHUNK), qkv.dtype)
     square = count * heads * CHUNK * CHUNK
-    row_bytes = sum(x.size * x.dtype.itemsize for x in (q, k, v))
+    row_bytes = qkv.size * qkv.dtype.itemsize
+    out_bytes = rows * heads * dv * qkv.dtype.itemsize
 
     m, attend, scales, total, out = launch(
-        build,
-        [chunks, owned_rows(segments, rows), q, k, a, b, a_log, dt_bias],
+        functools.partial(build, layout=layout, a_column=a.start, b_column=b.start),
+        [chunks, owned_rows(segments, rows), qkv, a.array, b.array, a_log, dt_bias],
         name="gated_delta_build",
         grid=(heads, count),
         out_shape=[
@@ -203,7 +205,7 @@ def gated_delta_prefill(
             matrices,
             shape((count, heads, 4, CHUNK), jnp.float32),
             shape((count, heads), jnp.float32),
-            shape(v.shape, v.dtype),
+            shape((rows, heads, dv), qkv.dtype),
         ],
         warps=Warps(wave64=4, wave32=8),
         cost=pl.CostEstimate(flops=4 * square * dk, transcendentals=square, bytes_accessed=row_bytes + 8 * square),
@@ -221,17 +223,17 @@ def gated_delta_prefill(
     )
     state_bytes = 2 * min(rows, table.shape[0]) * heads * dv * dk * pool.dtype.itemsize
     out, pool = launch(
-        functools.partial(advance, early=not device_kind().startswith("gfx1")),
-        [table, q, k, v, inverse, attend, scales, total, out, pool],
+        functools.partial(advance, layout=layout, early=not device_kind().startswith("gfx1")),
+        [table, qkv, inverse, attend, scales, total, out, pool],
         name="gated_delta_advance",
         grid=(dv // STRIP, heads, table.shape[0]),
         out_shape=[shape(out.shape, out.dtype), shape(pool.shape, pool.dtype)],
         warps=Warps(wave64=4, wave32=8 if exact else 4),
-        aliases={8: 0, 9: 1},
+        aliases={6: 0, 7: 1},
         cost=pl.CostEstimate(
             flops=count * heads * CHUNK * dv * (6 * dk + 4 * CHUNK),
             transcendentals=0,
-            bytes_accessed=state_bytes + row_bytes + 8 * square + v.size * v.dtype.itemsize,
+            bytes_accessed=state_bytes + row_bytes + 8 * square + out_bytes,
         ),
         interpret=interpret,
     )

@@ -71,7 +71,7 @@ def split_product(read: Sequence[Callable[[], jax.Array]], y: jax.Array, over: t
     return total + product(read[1](), high, over)
 
 
-def column_parts(ref: Any) -> list[Any]:
-    """The last axis of q or k in parts: the products of one part at a time need far fewer registers."""
-    width = min(ref.shape[-1], 64 if ref.dtype == jnp.bfloat16 else 32)
-    return [pl.ds(first, width) for first in range(0, ref.shape[-1], width)]
+def column_parts(start: Any, dim: int, dtype: Any) -> list[Any]:
+    """`dim` columns from `start` on, in parts: the products of one part at a time need far fewer registers."""
+    width = min(dim, 64 if dtype == jnp.bfloat16 else 32)
+    return [pl.ds(start + first, width) for first in range(0, dim, width)]

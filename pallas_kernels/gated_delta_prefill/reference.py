@@ -18,6 +18,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gated_delta_decode.qkv import qkv_layout
 from pallas_kernels.gated_delta_decode.reference import gates, normalize_qk
 from pallas_kernels.segments import CHUNK, Segments, chunk_at, count_chunks
 
@@ -138,9 +139,7 @@ def gated_delta_sequence(
 
 
 def gated_delta_prefill(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
     a: jax.Array,
     b: jax.Array,
     a_log: jax.Array,
@@ -151,15 +150,16 @@ def gated_delta_prefill(
     """The rule over the packed rows of many requests; every request's slot is updated in place.
 
     Args:
-        q, k: `[R, Hk, dk]`, v: `[R, Hv, dv]`, after the convolution, activation dtype.
+        qkv: `[R, 2 Hk dk + Hv dv]`, the convolution's output: all q, all k, all v.
         a, b: `[R, Hv]` raw projections. a_log, dt_bias: `[Hv]` float32.
         pool: `[slots, Hv, dv, dk]`, float32 or bfloat16; returned updated (donate it).
         segments: which rows belong together. A segment at position 0 starts from zeros.
 
     Returns:
-        Outputs `[R, Hv, dv]` in v's dtype (zeros on rows of no segment), and the pool. The state is
+        Outputs `[R, Hv, dv]` in qkv's dtype (zeros on rows of no segment), and the pool. The state is
         rounded to the pool's dtype once, after the segment's last row.
     """
+    q, k, v = qkv_layout(qkv, pool).split(qkv)
     rows, heads, dv = v.shape
     per_key_head, dk = heads // k.shape[1], k.shape[2]
     g, beta = gates(a, b, a_log, dt_bias)

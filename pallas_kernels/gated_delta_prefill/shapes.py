@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.columns import Columns
 from pallas_kernels.gated_delta_decode import shapes as decode_shapes
 from pallas_kernels.gated_delta_decode.shapes import SHAPES, Shape
 from pallas_kernels.segments import Segments
@@ -20,7 +21,7 @@ def arguments(
     key: jax.Array,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     pool_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> tuple[jax.Array | Segments, ...]:
+) -> tuple[jax.Array | Columns | Segments, ...]:
     """The operation's arguments: one request's `rows` tokens in the middle of its text."""
     return packed_arguments(shape, [rows], key, dtype, pool_dtype)
 
@@ -31,15 +32,14 @@ def packed_arguments(
     key: jax.Array,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     pool_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> tuple[jax.Array | Segments, ...]:
+) -> tuple[jax.Array | Columns | Segments, ...]:
     """The same with one segment a length, back to back, in shuffled slots.
 
     Gates are those of a trained model: memories from a few tokens to thousands.
     """
     rows, count = sum(lengths), len(lengths)
-    small, order, *keys = jax.random.split(key, 7)
-    s = shape
-    a_log, dt_bias, pool = decode_shapes.arguments(shape, count, small, dtype, pool_dtype)[5:8]
+    small, order, inputs, gates = jax.random.split(key, 4)
+    a_log, dt_bias, pool = decode_shapes.arguments(shape, count, small, dtype, pool_dtype)[3:6]
     starts = [sum(lengths[:index]) for index in range(count)]
     segments = Segments(
         start=jnp.asarray(starts, jnp.int32),
@@ -48,11 +48,8 @@ def packed_arguments(
         slot=1 + jax.random.permutation(order, count).astype(jnp.int32),
     )
     return (
-        jax.random.normal(keys[0], (rows, s.key_heads, s.key_dim), dtype),
-        jax.random.normal(keys[1], (rows, s.key_heads, s.key_dim), dtype),
-        jax.random.normal(keys[2], (rows, s.value_heads, s.value_dim), dtype),
-        jax.random.normal(keys[3], (rows, s.value_heads), dtype),
-        jax.random.normal(keys[4], (rows, s.value_heads), dtype),
+        jax.random.normal(inputs, (rows, shape.layout.width), dtype),
+        *decode_shapes.raw_gates(shape, rows, gates, dtype),
         a_log,
         dt_bias,
         pool,
@@ -68,6 +65,6 @@ def bytes_moved(
     pool_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> int:
     """Bytes that must be read and written: q, k, v in, the output out, and each segment's state both ways."""
-    state = shape.value_heads * shape.value_dim * shape.key_dim
-    activations = 2 * shape.key_heads * shape.key_dim + 2 * shape.value_heads * shape.value_dim
+    outputs = shape.value_heads * shape.value_dim
+    state, activations = outputs * shape.key_dim, shape.layout.width + outputs
     return rows * activations * jnp.dtype(dtype).itemsize + 2 * segments * state * jnp.dtype(pool_dtype).itemsize

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.columns import Columns, as_columns
 from pallas_kernels.dispatch import Implementation, choose, power_of_two
 from pallas_kernels.gated_rms_norm import kernel, reference
 
 
 def gated_rms_norm(
-    x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float, implementation: Implementation | None = None
+    x: jax.Array,
+    gate: jax.Array | Columns,
+    weight: jax.Array,
+    eps: float,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """x / rms(x) * weight * silu(gate) over the last axis, in float32, rounded once to x's dtype.
 
     Args:
-        x, gate: `[..., heads, dv]`.
+        x: `[..., heads, dv]`.
+        gate: `[..., heads * dv]` as projected, an array or columns of packed rows.
         weight: `[dv]`, plain (1 is neutral).
         eps: added to the mean square.
         implementation: see `Implementation`.
@@ -22,14 +28,15 @@ def gated_rms_norm(
     Raises:
         ValueError: shapes that do not fit together.
     """
-    if x.ndim < 1 or gate.shape != x.shape or weight.shape != x.shape[-1:]:
+    gate = as_columns(gate)
+    dim = x.shape[-1]
+    if x.ndim < 2 or gate.shape != (*x.shape[:-2], x.shape[-2] * dim) or weight.shape != (dim,):
         raise ValueError(
             f"x has shape {x.shape}, gate {gate.shape} and weight {weight.shape}; "
-            "they take [..., heads, dv], the same, and [dv]"
+            "they take [..., heads, dv], [..., heads * dv] and [dv]"
         )
-    dim = x.shape[-1]
     unsupported = None if power_of_two(dim) else f"head dimension {dim} is no power of two"
     chosen = choose("gated_rms_norm", implementation, unsupported)
     if chosen == "reference" or x.size == 0:
-        return reference.gated_rms_norm(x, gate, weight, eps)
+        return reference.gated_rms_norm(x, gate.value(), weight, eps)
     return kernel.gated_rms_norm(x, gate, weight, eps, interpret=chosen == "interpret")

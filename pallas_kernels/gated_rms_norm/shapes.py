@@ -1,4 +1,4 @@
-"""Real sizes of the gated norm, shared by tests and benchmarks."""
+"""Real sizes of the gated norm, shared by tests and benchmarks: those of the rule that it follows."""
 
 from __future__ import annotations
 
@@ -7,36 +7,34 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.columns import Columns
+from pallas_kernels.gated_delta_decode import shapes as delta_shapes
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Value heads of `dim` dimensions; each head is normed by itself."""
+    """Value heads of `dim` dimensions, each normed by itself. Their gates begin at column `first` of packed rows of
+    `projected` columns."""
 
     name: str
     heads: int
-    dim: int = 128
+    dim: int
+    first: int
+    projected: int
 
 
-SHAPES = (
-    Shape("0.8B", 16),
-    Shape("2B", 16),
-    Shape("4B", 32),
-    Shape("9B", 32),
-    Shape("27B", 48),
-    Shape("397B", 64),
-    Shape("tiny", 4, dim=64),
-)
+SHAPES = tuple(Shape(s.name, s.value_heads, s.value_dim, s.layout.width, s.projected) for s in delta_shapes.SHAPES)
 
 
 def arguments(
     shape: Shape, rows: int, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.bfloat16
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Columns, jax.Array]:
     """x, gate and weight. x has the size of the rule's output, which is small enough for eps to count."""
     keys = jax.random.split(key, 3)
-    size = (rows, shape.heads, shape.dim)
+    packed = jax.random.normal(keys[1], (rows, shape.projected), dtype)
     return (
-        0.05 * jax.random.normal(keys[0], size, dtype),
-        jax.random.normal(keys[1], size, dtype),
+        0.05 * jax.random.normal(keys[0], (rows, shape.heads, shape.dim), dtype),
+        Columns(packed, shape.first, shape.heads * shape.dim),
         1.0 + 0.1 * jax.random.normal(keys[2], (shape.dim,)),
     )
 

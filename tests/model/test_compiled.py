@@ -20,6 +20,7 @@ from gdnjax.weights.declaration import abstract_params
 from gdnjax.weights.packing import pack
 from pallas_kernels.attention_prologue.reference import rope_table
 from pallas_kernels.causal_conv.reference import causal_conv_sequence
+from pallas_kernels.columns import value
 from pallas_kernels.gated_delta_decode.reference import gates
 from pallas_kernels.gated_delta_prefill.reference import gated_delta_sequence
 from tests.helpers import LAYOUTS, decode_batch
@@ -180,8 +181,8 @@ def forward_without_intermediates(params: Any, config: Config, tokens: jax.Array
     cos, sin = rope_table(jnp.arange(tokens.shape[1], dtype=jnp.int32), c.rope_theta, c.rotary_dim)
 
     def mix_gdn(p: Any, x: jax.Array, _: int) -> jax.Array:
-        mixed, z, b, a = gdn_project(p, x, c)
-        q, k, v = gdn_heads(causal_conv_sequence(mixed, p["conv1d"]["weight"]), c)
+        qkv, z, b, a = map(value, gdn_project(p, x, c))
+        q, k, v = gdn_heads(causal_conv_sequence(qkv, p["conv1d"]["weight"]), c)
         out, _ = gated_delta_sequence(q, k, v, *gates(a, b, p["A_log"], p["dt_bias"]))
         return gdn_output(p, out.astype(x.dtype), z, c, "reference")
 

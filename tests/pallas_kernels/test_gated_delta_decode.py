@@ -3,7 +3,9 @@ runs against float64."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ from tests.helpers import (
     host_copy,
     random_delta_inputs,
     raw_gates,
+    rule_inputs,
 )
 
 CASES = sorted({key.split(".")[1] for key in components() if key.startswith("delta.")})
@@ -39,8 +42,15 @@ KERNEL: Implementation = "pallas" if ON_GPU else "interpret"
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", KERNEL)
 both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
-decode = jax.jit(gated_delta_decode, static_argnames=("implementation", "tile"))
-donated_decode = jax.jit(gated_delta_decode, static_argnames=("implementation", "tile"), donate_argnames="pool")
+
+def of_parts(q, k, v, a, b, a_log, dt_bias, pool, read_slot, write_slot, has_state, implementation, tile=DEFAULT_TILE):
+    """The operation, on rows that are packed here."""
+    rest = (a_log, dt_bias, pool, read_slot, write_slot, has_state, implementation, tile)
+    return gated_delta_decode(*rule_inputs(q, k, v, a, b), *rest)
+
+
+decode = jax.jit(of_parts, static_argnames=("implementation", "tile"))
+donated_decode = jax.jit(of_parts, static_argnames=("implementation", "tile"), donate_argnames="pool")
 
 
 def tolerances(g: np.ndarray) -> tuple[float, float]:
@@ -55,7 +65,7 @@ def walk(q, k, v, a, b, a_log, dt_bias, pool, slot, position, implementation, ke
 
     def step(carry, x):
         pool, position = carry
-        out, pool = gated_delta_decode(*x, a_log, dt_bias, pool, slot, slot, position > 0, implementation)
+        out, pool = of_parts(*x, a_log, dt_bias, pool, slot, slot, position > 0, implementation)
         return (pool, position + 1), (out, pool if keep else None)
 
     xs = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, a, b))
@@ -275,18 +285,19 @@ def test_layouts_agree_bit_for_bit_and_a_step_can_run_again(dtype: jnp.dtype, im
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs programs in an order of its own")
-def test_order_of_programs_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_programs_and_form_of_inputs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     # Interpreted programs run one by one: were any to read what another writes, turning the order would show.
-    inputs = random_step(2, 3, shapes.Shape("", 1, 3, 16, 24), jnp.float32, slots=6)
-    slots = (np.array([2, 4, 3], np.int32), np.array([2, 1, 5], np.int32), np.ones(3, bool))
+    q, k, v, a, b, *rest = random_step(2, 3, shapes.Shape("", 1, 3, 16, 24), jnp.float32, slots=6)
+    rest += [np.array([2, 4, 3], np.int32), np.array([2, 1, 5], np.int32), np.ones(3, bool)]
+    qkv, *columns = rule_inputs(q, k, v, a, b)
 
-    def run() -> list[np.ndarray]:
-        return [np.asarray(x) for x in gated_delta_decode(*inputs, *slots, KERNEL)]
+    def run(*gates: Any) -> list[np.ndarray]:
+        return [np.asarray(x) for x in gated_delta_decode(qkv, *gates, *rest, implementation=KERNEL)]
 
-    forward, forward_id = run(), kernel.pl.program_id
+    forward, forward_id = run(*columns), kernel.pl.program_id
     monkeypatch.setattr(kernel.pl, "program_id", lambda axis: kernel.pl.num_programs(axis) - 1 - forward_id(axis))
-    for a, b in zip(run(), forward, strict=True):
-        assert_same_bits(a, b)
+    for one, other in zip(run(a, b), forward, strict=True):
+        assert_same_bits(one, other)
 
 
 @settings(max_examples=8)
@@ -400,14 +411,12 @@ def test_bfloat16_pool_rounds_only_what_it_stores(implementation: Implementation
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    names = "q k v a b a_log dt_bias pool read_slot write_slot has_state".split()
+    names = "qkv a b a_log dt_bias pool read_slot write_slot has_state".split()
     slot = np.arange(1, 4, dtype=np.int32)
-    values = [*random_step(0, 3, shapes.Shape("", 2, 4, 16, 8), jnp.float32, 4), slot, slot, np.ones(3, bool)]
-    arguments = dict(zip(names, values, strict=True))
+    q, k, v, *values = random_step(0, 3, shapes.Shape("", 2, 4, 16, 8), jnp.float32, 4)
+    qkv, _, b = rule_inputs(q, k, v, *values[:2])
+    arguments = dict(zip(names, [qkv, *values, slot, slot, np.ones(3, bool)], strict=True))
     wrong = {
-        "q": arguments["q"][:2],
-        "k": arguments["k"][..., :8],
-        "v": arguments["v"][:, :3],
         "a": arguments["a"][:, :2],
         "b": arguments["b"][:1],
         "a_log": arguments["a_log"].astype(jnp.bfloat16),
@@ -420,6 +429,14 @@ def test_what_does_not_fit_is_refused() -> None:
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=rf"\b{name}\b.*take"):
             gated_delta_decode(**{**arguments, name: value})
+    # 32 columns are the values; 2 Hk * 16 of q and k, Hk a divisor of 4
+    for width in (32, 32 + 3 * 32, 32 + 2 * 32 - 1):
+        with pytest.raises(ValueError, match=r"qkv has shape \(3, .* it takes"):
+            gated_delta_decode(**{**arguments, "qkv": np.zeros((3, width), np.float32)})
+    with pytest.raises(ValueError, match="qkv has shape"):
+        gated_delta_decode(**{**arguments, "qkv": q})
+    with pytest.raises(ValueError, match=r"b is float32\[3, 3\]"):
+        gated_delta_decode(**{**arguments, "b": dataclasses.replace(b, width=3)})
     with pytest.raises(ValueError, match="strip = 12"):
         gated_delta_decode(**arguments, tile=Tile(12, Warps(1, 1)))
     with pytest.raises(ValueError, match="implementation = 'cuda'"):
@@ -428,13 +445,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_shapes_of_the_benchmarks() -> None:
     tiny = shapes.SHAPES[-1]
-    arguments = shapes.arguments(tiny, 3, jax.random.key(0), twin=True, spare=2)
-    expected, expected_pool = decode(*arguments, implementation="reference")
-    out, pool = decode(*arguments, implementation=KERNEL)
+    arguments = jax.jit(lambda key: shapes.arguments(tiny, 3, key, twin=True, spare=2))(jax.random.key(0))
+    operation = jax.jit(gated_delta_decode, static_argnames="implementation")
+    expected, expected_pool = operation(*arguments, implementation="reference")
+    out, pool = operation(*arguments, implementation=KERNEL)
     assert pool.shape[0] == 1 + 2 * 3 + 2
     assert_close(out.astype(jnp.float32), expected.astype(jnp.float32), 2.0**-7 * float(jnp.abs(expected).max()))
     assert_close(pool, expected_pool, DELTA_STATE)
-    assert len({0, *np.asarray(arguments[8]).tolist(), *np.asarray(arguments[9]).tolist()}) == 7
+    assert len({0, *np.asarray(arguments[6]).tolist(), *np.asarray(arguments[7]).tolist()}) == 7
 
     for shape in shapes.SHAPES:
         if shape.name == "397B":
@@ -442,6 +460,7 @@ def test_shapes_of_the_benchmarks() -> None:
         c = from_preset(shape.name.lower())
         dims = (c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
         assert dims == (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim), shape.name
+        assert shape.layout.width == c.conv_channels
     assert {s.value_heads // s.key_heads for s in shapes.SHAPES} == {1, 2, 3, 4}
     # 0.8B: 1 MiB of state a row and layer each way, and 4 * 2048 activations of 2 bytes
     assert shapes.bytes_moved(shapes.SHAPES[0], 64) == 64 * (2 * 2**20 + 4 * 2048 * 2)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import dispatch
+from pallas_kernels.columns import Columns, value
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_delta_decode.reference import gates
 from pallas_kernels.gated_delta_prefill import gated_delta_prefill, kernel, shapes
@@ -33,6 +34,7 @@ from tests.helpers import (
     gated_delta_float64,
     random_delta_inputs,
     raw_gates,
+    rule_inputs,
 )
 
 CASES = sorted({key.split(".")[1] for key in components() if key.startswith("delta.")})
@@ -45,7 +47,14 @@ BF16_STATE = 1e-5
 """Of the kernels' state with bfloat16 inputs: float32 operands next to them are cut to 16 bits."""
 
 sequence = jax.jit(gated_delta_sequence)
-prefill = jax.jit(gated_delta_prefill, static_argnames="implementation")
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "form"))
+def prefill(q, k, v, a, b, a_log, dt_bias, pool, segments, implementation, form="columns"):
+    """The operation, on rows that are packed here; a and b as columns of packed rows, or as arrays."""
+    qkv, *columns = rule_inputs(q, k, v, a, b)
+    a, b = columns if form == "columns" else (a, b)
+    return gated_delta_prefill(qkv, a, b, a_log, dt_bias, pool, segments, implementation)
 
 
 def tolerances(g: np.ndarray) -> tuple[float, float]:
@@ -162,6 +171,7 @@ def packed(
     pool: np.ndarray | jax.Array,
     implementation: Implementation,
     rows: int = ROWS,
+    form: str = "columns",
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Runs the q, k, v, a, b of each segment at rows `start`, among rows of NaN.
 
@@ -178,7 +188,7 @@ def packed(
         for line, x in zip(lines, piece, strict=True):
             line[first : first + length[number]] = x
     segments = int_vectors(start, length, position, slot)
-    out, after = prefill(*lines, *weights, pool, segments, implementation=implementation)
+    out, after = prefill(*lines, *weights, pool, segments, implementation=implementation, form=form)
     assert out.dtype == lines[2].dtype and after.dtype == pool.dtype
     out, after, before = np.asarray(out), np.asarray(after), np.asarray(pool)
     others = np.setdiff1d(np.arange(len(before)), [s for s, n in zip(slot, length, strict=True) if n and s])
@@ -396,21 +406,21 @@ def test_real_head_sizes(ratio: int, dtype: jnp.dtype, pool_dtype: jnp.dtype) ->
         assert_close(out[number].astype(np.float32), expected[0], DELTA_OUT + rounding, f"{lengths[number]} tokens")
 
 
-def test_order_of_programs_and_of_loads_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_programs_and_of_loads_and_form_of_inputs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, weights, _, _ = packed_inputs()
     pieces = [[values[r, :n] for values in inputs] for r, n in enumerate((70, 0, 65))]
     pool = np.random.default_rng(0).normal(size=(SLOTS, HEADS, DV, DK)).astype(np.float32)
 
-    def run() -> tuple[list[np.ndarray], np.ndarray]:
-        return packed(pieces, [1, 0, 80], [4, 4, 4], [1, 2, 3], weights, pool, KERNEL)
+    def run(form: str) -> tuple[list[np.ndarray], np.ndarray]:
+        return packed(pieces, [1, 0, 80], [4, 4, 4], [1, 2, 3], weights, pool, KERNEL, form=form)
 
-    expected, expected_pool = run()
+    expected, expected_pool = run("columns")
     monkeypatch.setattr(kernel, "device_kind", lambda: "gfx1100")  # loads operands late
     if not ON_GPU:  # Interpreted programs run one by one: were one to read what another writes, it would show.
         forward = kernel.pl.program_id
         monkeypatch.setattr(kernel.pl, "program_id", lambda axis: kernel.pl.num_programs(axis) - 1 - forward(axis))
     prefill.clear_cache()
-    out, after = run()
+    out, after = run("arrays")
     prefill.clear_cache()
     assert_same_bits(after, expected_pool)
     for found, exact in zip(out, expected, strict=True):
@@ -457,10 +467,11 @@ def test_pieces_add_up(count: int, error: float) -> None:
 
 
 def small_arguments(dv: int = 16) -> dict[str, np.ndarray | Segments]:
-    names = "q k v a b a_log dt_bias pool segments".split()
+    names = "qkv a b a_log dt_bias pool segments".split()
     shape = shapes.Shape("", 2, 4, 16, dv)
     made = jax.eval_shape(lambda key: shapes.packed_arguments(shape, [5, 3], key), jax.random.key(0))
-    return dict(zip(names, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), made), strict=True))
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), made)
+    return {name: value(array) for name, array in zip(names, zeros, strict=True)}
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -468,10 +479,9 @@ def test_what_does_not_fit_is_refused() -> None:
     segments = arguments["segments"]
     assert isinstance(segments, Segments)
     wrong = {
-        "q has shape": {"q": arguments["q"][:2]},
-        "k is float32": {"k": arguments["k"].astype(np.float32)},
-        "and v": {"v": arguments["v"][:, :3]},
+        "qkv has shape": {"qkv": arguments["qkv"][:, :-1]},
         "a is bfloat16": {"a": arguments["a"][:, :2]},
+        "b is bfloat16": {"b": Columns(arguments["b"], 1, 2)},
         "b is float32": {"b": arguments["b"].astype(np.float32)},
         "a_log is bfloat16": {"a_log": arguments["a_log"].astype(jnp.bfloat16)},
         "dt_bias is": {"dt_bias": arguments["dt_bias"][:3]},
