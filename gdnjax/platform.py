@@ -47,11 +47,3 @@ def gfx_architecture(device_kind: str) -> str | None:
     """`gfx942` of an AMD device kind such as `gfx942:sramecc+:xnack-`; None for anything else."""
     match = re.match(r"(gfx[0-9a-f]+)(?::|$)", device_kind.strip().lower())
     return match.group(1) if match else None
-
-
-def debug_mode() -> bool:
-    """Whether bookkeeping is checked after every call: `GDNJAX_DEBUG=1` in the environment (0 or unset: no)."""
-    value = os.environ.get("GDNJAX_DEBUG", "0")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"GDNJAX_DEBUG = {value!r}; it takes 0 or 1")
-    return value == "1"

@@ -6,6 +6,8 @@ import functools
 import logging
 from typing import Literal
 
+import jax
+
 Implementation = Literal["reference", "pallas", "interpret"]
 """`reference`: plain jnp, the definition. `pallas`: the compiled kernel. `interpret`: the kernel as plain
 JAX, for tests on any machine."""
@@ -18,7 +20,7 @@ def choose(op: str, requested: Implementation | None, unsupported: str | None) -
 
     Args:
         op: the operation's name.
-        requested: None takes the reference.
+        requested: None takes the kernel on a GPU, and the reference anywhere else.
         unsupported: why the kernel cannot take these shapes, or None. It then runs the reference and says
             so, once a reason.
 
@@ -27,8 +29,7 @@ def choose(op: str, requested: Implementation | None, unsupported: str | None) -
     """
     if requested not in (None, "reference", "pallas", "interpret"):
         raise ValueError(f"implementation = {requested!r}; it takes reference, pallas, interpret or None")
-    # Kernels are asked for by name until their suite has run compiled on each platform.
-    wanted = requested or "reference"
+    wanted = requested or ("pallas" if jax.default_backend() == "gpu" else "reference")
     if wanted != "reference" and unsupported is not None:
         _say_once(op, unsupported)
         return "reference"

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SUITE = ("tests/pallas_kernels", "tests/model/test_kernels.py")
+"""Every kernel against its reference, and the model with all of them against Hugging Face's arrays."""
 sys.path.insert(0, str(ROOT))
 
 
@@ -53,10 +55,12 @@ def main() -> int:
 
 
 def run_suite(folder: Path, platform: str) -> dict[str, Any]:
-    """The tests of `tests/pallas_kernels` on this device: counts, and the names of those that failed."""
+    """The suite on this device: counts, and the names of those that failed."""
     results = folder / "suite.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-W", "default", "-m", "not slow"]
-    command += ["-p", "no:cacheprovider", f"--junitxml={results}", "tests/pallas_kernels"]
+    # Most of the time goes into compilation, which runs on the host's cores.
+    workers = min(12, os.cpu_count() or 1)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "-W", "default", "-m", "not slow"]
+    command += ["-p", "no:cacheprovider", f"--junitxml={results}", *SUITE]
     environment = {**os.environ, "GDNJAX_TEST_PLATFORM": f"{platform},cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if not results.exists():

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gdnjax.bench.timing import copy_bandwidth, time_loop
+from gdnjax.bench.timing import copy_bandwidth, time_kernels
 from gdnjax.config import Config
 from pallas_kernels.attention_prologue import attention_prologue
 from pallas_kernels.attention_prologue import shapes as prologue_shapes
@@ -28,8 +29,11 @@ KEYS = 4096
 """Keys that every row of the attention benchmark sees."""
 WORKING_SET = 2**28
 """Bytes that a rotation over copies of the operands should pass, so that no cache holds them."""
-LEAST_CALLS = 16
-"""Calls in one turn of the loop: a turn costs some 10 us of its own, which they share."""
+
+TILES = tuple(
+    Tile(strip, strips, piece, Warps(1, 1)) for strip in (4, 8, 16) for strips in (1, 2, 4) for piece in (32, 64, 128)
+)
+"""What `sweep_tiles` tries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +56,24 @@ def cases(config: Config, rows: int, tile: Tile = DEFAULT_TILE) -> Iterator[Case
     delta = delta_shapes.Shape(
         "", c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
     )
-    for twin in (False, True):
+    # A server's rows are in the order of their slots; shuffled, they show what that order is worth.
+    order = np.arange(1, rows + 1, dtype=np.int32)
+    shuffled = np.random.default_rng(0).permutation(order)
+    for note, read, write in (("", order, order), (" twin", order, rows + order), (" shuffled", shuffled, shuffled)):
 
-        def make_delta(key: jax.Array, twin: bool = twin) -> tuple[Any, Any]:
-            a = delta_shapes.arguments(delta, rows, key, dtype, twin=twin)
-            return a[5], (a[:5], a[6:])
+        def make_delta(key: jax.Array, twin: bool = note == " twin") -> tuple[Any, Any]:
+            arguments = delta_shapes.arguments(delta, rows, key, dtype, twin=twin)
+            return arguments[5], arguments[:5]
 
-        def call_delta(pool: Any, rest: Any) -> tuple[Any, Any]:
-            (qkv, a, b, a_log, dt_bias), (read, write, live) = rest
-            out, pool = gated_delta_decode(qkv, a, b, a_log, dt_bias, pool, read, write, live, tile=tile)
+        # Slots are constants here, the same for all copies, as they are the same for all layers of a step.
+        def call_delta(pool: Any, inputs: Any, read: np.ndarray = read, write: np.ndarray = write) -> tuple[Any, Any]:
+            qkv, a, b, a_log, dt_bias = inputs
+            slots = jnp.asarray(read), jnp.asarray(write), jnp.ones(rows, bool)
+            out, pool = gated_delta_decode(qkv, a, b, a_log, dt_bias, pool, *slots, tile=tile)
             return pool, out
 
-        name = "gated_delta_decode" + (" twin" if twin else "")
-        yield Case(name, rows, delta_shapes.bytes_moved(delta, rows, dtype), make_delta, call_delta)
+        moved = delta_shapes.bytes_moved(delta, rows, dtype)
+        yield Case("gated_delta_decode" + note, rows, moved, make_delta, call_delta)
 
     conv = conv_shapes.Shape(
         "", delta.layout.width, delta.projected, c.linear_conv_kernel_dim, c.linear_conv_kernel_dim
@@ -130,20 +139,13 @@ def time_case(case: Case, bandwidth: float) -> dict[str, Any]:
     copies = max(2, min(48, math.ceil(WORKING_SET / case.moved)))
     operands = [case.make(key) for key in jax.random.split(jax.random.key(0), copies)]
     mutable, constant = zip(*operands, strict=True)
-    outs = tuple(
-        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(case.call, m, k)[1]) for m, k in operands
-    )
 
-    rounds = -(-LEAST_CALLS // copies)
+    def step(mutable: Any, constant: Any) -> tuple[Any, Any]:
+        results = [case.call(m, k) for m, k in zip(mutable, constant, strict=True)]
+        mutable, outputs = zip(*results, strict=True)
+        return mutable, outputs
 
-    # Outputs are carried along, unread: no call can be dropped, and none costs a kernel beside its own.
-    def body(carry: Any, constant: Any) -> Any:
-        for _ in range(rounds):
-            results = [case.call(m, k) for m, k in zip(carry[0], constant, strict=True)]
-            carry = tuple(zip(*results, strict=True))
-        return carry
-
-    timing = time_loop(body, (mutable, outs), constant, calls=copies * rounds)
+    timing = time_kernels(step, mutable, constant, calls=copies)
     return {
         "kernel": case.kernel,
         "rows": case.rows,
@@ -176,9 +178,7 @@ def sweep_tiles(config: Config, rows: tuple[int, ...]) -> list[dict[str, Any]]:
     bandwidth = copy_bandwidth()
     cells = []
     for count in rows:
-        for strip in (8, 16, 32, 64, 128):
-            for warps in (1, 2, 4, 8):
-                tile = Tile(strip, Warps(warps, warps))
-                case = next(cases(config, count, tile))
-                cells.append({"strip": strip, "warps": warps, **time_case(case, bandwidth)})
+        for tile in TILES:
+            case = next(cases(config, count, tile))
+            cells.append({**dataclasses.asdict(tile), **time_case(case, bandwidth)})
     return cells

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from gdnjax.bench.timing import Timing, copy_bandwidth, time_loop
+from gdnjax.bench.timing import Timing, copy_bandwidth, time_kernels
 from gdnjax.config import Config
 from pallas_kernels.gated_delta_decode import gated_delta_decode
 from pallas_kernels.triton_backend import Warps, launch, pl
@@ -56,9 +56,9 @@ def move(pool: jax.Array, slots: jax.Array, mode: Mode, interpret: bool = False)
 
 
 def slot_pairs(rows: int, twin: bool) -> jax.Array:
-    """`[rows, 2]` read and write slots of a pool with two slots a request."""
-    read = 1 + 2 * jnp.arange(rows, dtype=jnp.int32)
-    return jnp.stack([read, read + 1 if twin else read], axis=1)
+    """`[rows, 2]` read and write slots of a pool with two slots a request, as `init_state` hands them out."""
+    read = 1 + jnp.arange(rows, dtype=jnp.int32)
+    return jnp.stack([read, rows + read if twin else read], axis=1)
 
 
 def study(config: Config, rows: tuple[int, ...] = (1, 16, 32, 64), layers: int | None = None) -> dict[str, Any]:
@@ -114,14 +114,11 @@ def _pools(config: Config, rows: int, layers: int) -> tuple[jax.Array, ...]:
 def _time_mode(config: Config, rows: int, layers: int, mode: Mode) -> Timing:
     slots = slot_pairs(rows, mode == "twin")
 
-    # The sums are carried along, unread: every call must happen, and none may cost a kernel beside its own.
-    def body(carry: Any, slots: jax.Array) -> Any:
-        sums, pools = zip(*[move(pool, slots, mode) for pool in carry[1]], strict=True)
-        return sums, pools
+    def step(pools: Any, slots: jax.Array) -> Any:
+        sums, pools = zip(*[move(pool, slots, mode) for pool in pools], strict=True)
+        return pools, sums
 
-    pools = _pools(config, rows, layers)
-    sums = tuple(jnp.zeros((rows, *pool.shape[1:3]), jnp.float32) for pool in pools)
-    return time_loop(body, (sums, pools), slots, calls=layers)
+    return time_kernels(step, _pools(config, rows, layers), slots, calls=layers)
 
 
 def _time_rule(config: Config, rows: int, layers: int, twin: bool) -> Timing:
@@ -133,23 +130,21 @@ def _time_rule(config: Config, rows: int, layers: int, twin: bool) -> Timing:
     zeros = jnp.zeros(heads, jnp.float32)
     live = jnp.ones(rows, bool)
 
-    def body(carry: Any, constants: Any) -> Any:
+    def step(pools: Any, constants: Any) -> Any:
         (qkv, a, b, weight), (read, write), live = constants
 
         def one(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
             return gated_delta_decode(qkv, a, b, weight, weight, pool, read, write, live)
 
-        outs, pools = zip(*map(one, carry[1]), strict=True)
-        return outs, pools
+        outs, pools = zip(*map(one, pools), strict=True)
+        return pools, outs
 
-    pools = _pools(config, rows, layers)
     constants = ((qkv, a, b, zeros), (slots[:, 0], slots[:, 1]), live)
-    outs = tuple(jnp.zeros((rows, heads, c.linear_value_head_dim), qkv.dtype) for _ in pools)
-    return time_loop(body, (outs, pools), constants, calls=layers)
+    return time_kernels(step, _pools(config, rows, layers), constants, calls=layers)
 
 
 def _time_empty(layers: int) -> Timing:
-    def body(x: jax.Array, _: Any) -> jax.Array:
+    def step(x: jax.Array, _: Any) -> tuple[jax.Array, Any]:
         for _ in range(layers):
             (x,) = launch(
                 lambda x_ref, y_ref: y_ref.__setitem__(0, x_ref[0]),
@@ -159,6 +154,6 @@ def _time_empty(layers: int) -> Timing:
                 out_shape=[jax.ShapeDtypeStruct((1,), jnp.float32)],
                 warps=Warps(1, 1),
             )
-        return x
+        return x, ()
 
-    return time_loop(body, jnp.zeros(1, jnp.float32), calls=layers)
+    return time_kernels(step, jnp.zeros(1, jnp.float32), calls=layers)

@@ -70,8 +70,8 @@ class Config:
     * `state_layout`: `in_place` (one recurrent slot a request) or `twin` (two: a decode step reads
       one and writes the other). Twin doubles the recurrent pool; the values are the same.
     * `state_dtype`: dtype of the recurrent state. bfloat16 halves it and rounds it at every step.
-    * `kernels`: `reference` (plain JAX), `pallas`, or `interpret` (kernels as plain JAX, for tests). Sizes that
-      a kernel cannot take run the reference.
+    * `kernels`: `reference` (plain JAX), `pallas`, or `interpret` (kernels as plain JAX, for tests); None is
+      `pallas` on a GPU and `reference` anywhere else. Sizes that a kernel cannot take run the reference.
     * `attention_pin`, `attention_segment`: decode attention cuts every row's keys into
       attention_pin / attention_segment segments, of attention_segment keys at attention_pin keys.
     * `memory_fraction`: share of the device's memory that weights, state, KV cache and prefix snapshots
@@ -111,7 +111,7 @@ class Config:
     prefill_tokens: int = 1024
     state_layout: Literal["in_place", "twin"] = "in_place"
     state_dtype: DType = "float32"
-    kernels: Literal["reference", "pallas", "interpret"] = "reference"
+    kernels: Literal["reference", "pallas", "interpret"] | None = None
     attention_pin: int = 4096
     attention_segment: int = 256
     memory_fraction: float = 0.9

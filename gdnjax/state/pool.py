@@ -27,7 +27,6 @@ import jax
 import numpy as np
 
 from gdnjax.config import Config
-from gdnjax.platform import debug_mode
 from gdnjax.state import device as on_device
 from gdnjax.state.backend import Backend
 from gdnjax.state.pages import Growth, Pages
@@ -35,6 +34,7 @@ from gdnjax.state.prefix_cache import NO_MATCH, PrefixCache
 from gdnjax.state.pytree import State, commit, init_state
 from gdnjax.state.requests import Plan, PoolError, Requests
 from gdnjax.state.snapshot import Snapshot, check_fits, groups, kv_pieces, take
+from pallas_kernels.debug import debug_level
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -79,7 +79,7 @@ class StatePool:
         if backend is not None:
             backend.bind(config)
         self.config = config
-        self.debug = debug_mode()
+        self.debug = debug_level() > 0
         self.requests = Requests(config)
         self.pages = Pages(config.kv_pages, config.page_size)
         places = on_device.snapshot_places(config)

@@ -90,13 +90,14 @@ def init_state(config: Config, lengths: Sequence[int] | None = None, device: Any
     table = _page_table(config, lengths)
     twin = config.state_layout == "twin"
     requests = np.arange(config.max_requests, dtype=np.int32)
-    read = 1 + requests * (2 if twin else 1)
+    # Each half lies dense: a step over all requests reads one run of memory and writes another.
+    read = 1 + requests
     # Each leaf is an array of its own: two donated leaves must not share one buffer.
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=device), state_shapes(config))
     return dataclasses.replace(
         zeros,
         read_slot=jax.device_put(read, device),
-        write_slot=jax.device_put(read + (1 if twin else 0), device),
+        write_slot=jax.device_put(read + (config.max_requests if twin else 0), device),
         page_table=jax.device_put(table, device),
     )
 

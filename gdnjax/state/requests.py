@@ -76,8 +76,8 @@ class Requests:
         self._epochs = 0
         # By number, live or not: the device's vectors keep their last order too.
         twin = config.state_layout == "twin"
-        self.read = [1 + number * (2 if twin else 1) for number in range(config.max_requests)]
-        self.write = [slot + (1 if twin else 0) for slot in self.read]
+        self.read = [1 + number for number in range(config.max_requests)]
+        self.write = [slot + (config.max_requests if twin else 0) for slot in self.read]
 
     @property
     def live(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention_prologue import kernel, reference
+from pallas_kernels.debug import check_values, place_faults
 from pallas_kernels.dispatch import Implementation, choose, power_of_two
 
 
@@ -42,7 +43,8 @@ def attention_prologue(
         q `[R, A, D]` after norm and rope, gate `[R, A, D]` as projected, and the caches.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes that do not fit together; at debug level 2 (`pallas_kernels.debug`) also slots
+            out of range or shared.
     """
     groups, dim = _check_caches(keys, values)
     if len(projections) not in (1, 3):
@@ -60,6 +62,7 @@ def attention_prologue(
         _check(f"projections ({name})", array, (rows, array.shape[-1]), projections[0].dtype)
     _check_norms(q_weight, k_weight, cos, sin, rows, dim)
     _check("slot", slot, (rows,), jnp.int32)
+    check_values("attention_prologue", place_faults("slot", 0, keys.shape[0]), slot)
     arguments = (projections, q_weight, k_weight, cos, sin, slot, keys, values, eps)
     chosen = choose("attention_prologue", implementation, _unsupported(dim, 2 * cos.shape[-1]))
     if chosen == "reference":
@@ -110,6 +113,7 @@ def write_kv(
     _check("k", k, (rows, groups, dim), k.dtype)
     _check("v", v, (rows, groups, dim), k.dtype)
     _check("slot", slot, (rows,), jnp.int32)
+    check_values("write_kv", place_faults("slot", 0, keys.shape[0]), slot)
     unsupported = None if power_of_two(dim) else f"head dimension {dim} is no power of two"
     chosen = choose("write_kv", implementation, unsupported)
     if chosen == "reference":

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.causal_conv import kernel, reference
 from pallas_kernels.columns import Columns, as_columns
+from pallas_kernels.debug import check_values, place_faults, segment_faults
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.segments import Segments
 
@@ -35,12 +36,14 @@ def causal_conv_decode(
         Outputs `[R, C]` and the ring.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes that do not fit together; at debug level 2 (`pallas_kernels.debug`) also ring
+            rows out of range or shared.
     """
     x = as_columns(x)
     _check_arrays(x, weight, ring)
     _check_vector("ring_row", ring_row, x.shape[:1])
     _check_vector("position", position, x.shape[:1])
+    check_values("causal_conv_decode", place_faults("ring_row", 1, ring.shape[0]), ring_row)
     chosen = choose("causal_conv_decode", implementation, _unsupported(x.shape[1]))
     if chosen == "reference":
         return reference.causal_conv_decode(x.value(), weight, ring, ring_row, position)
@@ -68,13 +71,14 @@ def causal_conv_packed(
         Outputs `[R, C]` and the ring, in which each segment's last W inputs stand.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes that do not fit together; at debug level 2 also segments that overlap.
     """
     x = as_columns(x)
     _check_arrays(x, weight, ring)
     for name in ("start", "length", "position"):
         _check_vector(f"segments.{name}", getattr(segments, name), (ring.shape[0] - 1,))
     _check_vector("segment_of_row", segment_of_row, x.shape[:1])
+    check_values("causal_conv_packed", segment_faults(x.shape[0]), segments.start, segments.length)
     chosen = choose("causal_conv_packed", implementation, _unsupported(x.shape[1]))
     if chosen == "reference":
         return reference.causal_conv_packed(x.value(), weight, ring, segments, segment_of_row)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.columns import Columns, as_columns
+from pallas_kernels.debug import check_values, slot_faults
 from pallas_kernels.dispatch import Implementation, choose, power_of_two
 from pallas_kernels.gated_delta_decode import kernel, reference
 from pallas_kernels.gated_delta_decode.kernel import DEFAULT_TILE, Tile
@@ -47,7 +48,8 @@ def gated_delta_decode(
         Outputs `[R, Hv, dv]` in qkv's dtype, and the pool.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, or a tile that can't be.
+        ValueError: shapes or dtypes that do not fit together, or a tile that can't be; in debug mode
+            (`pallas_kernels.debug`) also slots out of range, or a row's write slot that another row uses.
     """
     a, b = as_columns(a), as_columns(b)
     layout = check_rule(qkv, a, b, a_log, dt_bias, pool)
@@ -57,8 +59,10 @@ def gated_delta_decode(
         ("has_state", has_state, jnp.bool_),
     ):
         check(name, vector, qkv.shape[:1], dtype)
-    if not power_of_two(tile.strip):
-        raise ValueError(f"tile.strip = {tile.strip}; it takes a power of two")
+    for name, size in (("strip", tile.strip), ("strips", tile.strips), ("piece", tile.piece)):
+        if not power_of_two(size):
+            raise ValueError(f"tile.{name} = {size}; it takes a power of two")
+    check_values("gated_delta_decode", slot_faults(pool.shape[0]), read_slot, write_slot)
     rest = (a_log, dt_bias, pool, read_slot, write_slot, has_state)
     unsupported = None if power_of_two(layout.key_dim) else f"key head dimension {layout.key_dim} is no power of two"
     chosen = choose("gated_delta_decode", implementation, unsupported)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def arguments(
     pool_dtype: jax.typing.DTypeLike = jnp.float32,
     twin: bool = False,
     spare: int = 0,
-) -> tuple[jax.Array | Columns, ...]:
+) -> tuple[Any, ...]:
     """The operation's arguments up to `has_state`: every row live, in shuffled slots of its own; b and a are the
     last columns of packed rows.
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.columns import Columns, as_columns
+from pallas_kernels.debug import check_values, segment_faults
 from pallas_kernels.dispatch import Implementation, choose, power_of_two
 from pallas_kernels.gated_delta_decode.qkv import QkvLayout, check, check_rule
 from pallas_kernels.gated_delta_prefill import kernel, reference
@@ -44,12 +45,15 @@ def gated_delta_prefill(
         rounded to the pool's dtype once, after the segment's last row.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes that do not fit together; at debug level 2 (`pallas_kernels.debug`) also
+            segments that overlap, and slots out of range or shared.
     """
     a, b = as_columns(a), as_columns(b)
     layout = check_rule(qkv, a, b, a_log, dt_bias, pool)
     for field in dataclasses.fields(segments):
         check(f"segments.{field.name}", getattr(segments, field.name), segments.start.shape[:1], jnp.int32)
+    faults = segment_faults(qkv.shape[0], pool.shape[0])
+    check_values("gated_delta_prefill", faults, segments.start, segments.length, segments.slot)
     chosen = choose("gated_delta_prefill", implementation, _unsupported(layout, qkv.dtype))
     rest = (a_log, dt_bias, pool, segments)
     if chosen == "reference" or qkv.shape[0] == 0 or segments.start.size == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.debug import check_values, page_faults
 from pallas_kernels.dispatch import Implementation, choose, power_of_two
 from pallas_kernels.paged_attention import kernel, reference
 
@@ -40,7 +41,8 @@ def paged_attention_decode(
         `[R, A, D]`: float32 without a gate; with one rounded once, to the gate's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or numbers that do not fit together.
+        ValueError: shapes, dtypes or numbers that do not fit together; at debug level 2 (`pallas_kernels.debug`)
+            also more keys than pages, and pages that the cache does not have.
     """
     if q.ndim != 3 or keys.ndim != 3 or pages.ndim != 2:
         raise ValueError(
@@ -65,6 +67,7 @@ def paged_attention_decode(
             f"attention_pin = {attention_pin}, attention_segment = {attention_segment}; attention_pin takes a "
             "positive multiple of attention_segment"
         )
+    check_values("paged_attention_decode", page_faults(page_size, keys.shape[0]), pages, length)
     arguments = (q, keys, values, pages, length, page_size, gate, attention_pin, attention_segment)
     unsupported = _unsupported(q, keys, page_size, attention_pin // attention_segment)
     chosen = choose("paged_attention_decode", implementation, unsupported)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,9 +31,38 @@ def test_traffic_moves_what_it_says(mode):
         np.testing.assert_allclose(sums, (np.asarray(pool)[np.asarray(slots)[:, 0]] + 1).sum(-1), rtol=1e-5)
 
 
-def test_time_loop_runs_every_body_and_passes_constants():
-    seen = timing.time_loop(lambda x, c: x + c, jnp.zeros(()), jnp.ones(()), calls=2, iterations=3, repetitions=2)
-    assert seen.seconds > 0
+def profile(*lines):
+    """A profile of one host and one GPU with the given (name of the line, [(start, duration)])."""
+    events = lambda pairs: [SimpleNamespace(start_ns=s, duration_ns=d) for s, d in pairs]  # noqa: E731
+    gpu = [SimpleNamespace(name=name, events=events(pairs)) for name, pairs in lines]
+    host = SimpleNamespace(name="/host:CPU", lines=[SimpleNamespace(name="Stream #1", events=events([(0, 999)]))])
+    return SimpleNamespace(planes=[host, SimpleNamespace(name="/device:GPU:0", lines=gpu)])
+
+
+def test_a_call_takes_the_median_step_over_its_calls():
+    # Three steps of two kernels each, on two streams; derived lines repeat what streams hold.
+    found = timing.device_events(
+        profile(
+            ("Stream #13(Kernel)", [(0, 10), (200, 30), (400, 20)]),
+            ("Stream #14(Memcpy)", [(500, 4), (100, 2), (300, 2)]),
+            ("XLA Ops", [(0, 10)]),
+        )
+    )
+    assert found == [(0, 10), (100, 2), (200, 30), (300, 2), (400, 20), (500, 4)]
+    seen = timing.summarize(found, calls=4, repetitions=3)
+    assert seen.seconds == pytest.approx(24e-9 / 4)
+    assert seen.spread == pytest.approx((32 - 12) / 2 / 24)
+
+
+@pytest.mark.parametrize("events", [[], [(0, 1), (1, 1)]])
+def test_steps_that_the_profiler_did_not_see_whole_are_refused(events):
+    with pytest.raises(RuntimeError, match=f"recorded {len(events)} kernels on GPUs in 3 equal steps"):
+        timing.summarize(events, calls=1, repetitions=3)
+
+
+def test_on_a_cpu_nothing_ran_on_a_gpu():
+    with pytest.raises(RuntimeError, match="recorded 0 kernels"):
+        timing.time_kernels(lambda x, c: (x + c, ()), jnp.zeros(()), jnp.ones(()), calls=1)
 
 
 def test_every_case_runs_and_counts_its_bytes():

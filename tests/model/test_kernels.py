@@ -1,4 +1,6 @@
-"""The model with its kernels forced on, interpreted: prefill, decode and commit against Hugging Face's arrays.
+"""The model with its kernels forced on: prefill, decode and commit against Hugging Face's arrays.
+
+Compiled on a GPU, interpreted elsewhere.
 
 dense_gva's value heads have 24 dimensions, which no kernel takes; zeros make them 32 here.
 """
@@ -27,9 +29,8 @@ HEAD = 32
 """Value head dimension of the padded dense_gva."""
 ROWS = 208
 """Of every prefill here, so that one program is compiled a model."""
-SETTINGS: dict[str, Any] = dict(
-    max_length=256, page_size=16, kernels="interpret", attention_pin=64, attention_segment=64
-)
+KERNELS = "pallas" if jax.default_backend() != "cpu" else "interpret"
+SETTINGS: dict[str, Any] = dict(max_length=256, page_size=16, kernels=KERNELS, attention_pin=64, attention_segment=64)
 
 
 @pytest.fixture(autouse=True)

@@ -189,14 +189,22 @@ def test_real_head_sizes(ratio: int, pool_dtype: jnp.dtype, implementation: Impl
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("warps", [1, 2, 4, 8] if ON_GPU else [1])
-@pytest.mark.parametrize("strip", [8, 16, 32, 64, 128])
-def test_every_tile_gives_the_same_values(strip: int, warps: int, dtype: jnp.dtype) -> None:
+@pytest.mark.parametrize(
+    "tile",
+    [
+        DEFAULT_TILE,
+        Tile(8, 1, 128, Warps(1, 1)),
+        Tile(4, 4, 32, Warps(1, 1)),
+        Tile(16, 2, 64, Warps(2, 2)),
+        Tile(32, 1, 16, Warps(4, 4)),
+        Tile(128, 1, 128, Warps(8, 8)),
+    ],
+)
+def test_every_tile_gives_the_same_values(tile: Tile, dtype: jnp.dtype) -> None:
     inputs = random_step(1, 1, shapes.Shape("", 1, 2), jnp.float32, slots=3)
     inputs[:5] = [x.astype(dtype) for x in inputs[:5]]
     slots = (np.array([1], np.int32), np.array([2], np.int32), np.ones(1, bool))
     expected, expected_pool = decode(*inputs, *slots, implementation="reference")
-    tile = Tile(strip, Warps(warps, warps), evict_first=strip != 16)
     out, pool = decode(*inputs, *slots, implementation=KERNEL, tile=tile)
     rounding = 0.0 if dtype == jnp.float32 else 2.0**-8 * float(jnp.abs(expected).max())
     assert_close(out.astype(jnp.float32), expected.astype(jnp.float32), DELTA_OUT + rounding)
@@ -307,6 +315,8 @@ def test_order_of_programs_and_form_of_inputs_do_not_matter(monkeypatch: pytest.
     dk=st.sampled_from([4, 16, 64]),
     dv=st.sampled_from([1, 8, 20, 24, 64]),
     strip=st.sampled_from([1, 8, 32]),
+    strips=st.sampled_from([1, 2, 4]),
+    piece=st.sampled_from([4, 64]),
     rows=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=4),
     pool_dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
     scale=st.sampled_from([1.0, 40.0]),
@@ -318,6 +328,8 @@ def test_any_shape_gates_and_slots(
     dk: int,
     dv: int,
     strip: int,
+    strips: int,
+    piece: int,
     rows: list[tuple[bool, bool, bool]],
     pool_dtype: jnp.dtype,
     scale: float,
@@ -333,7 +345,7 @@ def test_any_shape_gates_and_slots(
     pool = inputs[-1]
     pool[read[live & ~has_state]] = np.nan
     expected, expected_pool = map(np.asarray, decode(*inputs, read, write, has_state, implementation="reference"))
-    tile = Tile(strip, DEFAULT_TILE.warps)
+    tile = Tile(strip, strips, piece, DEFAULT_TILE.warps)
     out, after = map(np.asarray, decode(*inputs, read, write, has_state, implementation=KERNEL, tile=tile))
     written = write[live]
     assert_close(out[live], expected[live], DELTA_OUT)
@@ -438,7 +450,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"b is float32\[3, 3\]"):
         gated_delta_decode(**{**arguments, "b": dataclasses.replace(b, width=3)})
     with pytest.raises(ValueError, match="strip = 12"):
-        gated_delta_decode(**arguments, tile=Tile(12, Warps(1, 1)))
+        gated_delta_decode(**arguments, tile=Tile(12, 1, 64, Warps(1, 1)))
     with pytest.raises(ValueError, match="implementation = 'cuda'"):
         gated_delta_decode(**arguments, implementation="cuda")  # pyright: ignore[reportArgumentType]
 

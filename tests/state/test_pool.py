@@ -538,5 +538,5 @@ def test_debug_mode_checks_after_every_call(monkeypatch: pytest.MonkeyPatch) -> 
     pool.requests._free.append(r)
     pool.plan_walk({r: 2})
     monkeypatch.setenv("GDNJAX_DEBUG", "yes")
-    with pytest.raises(ValueError, match=r"GDNJAX_DEBUG = 'yes'; it takes 0 or 1"):
+    with pytest.raises(ValueError, match=r"GDNJAX_DEBUG = 'yes'; it takes 0, 1 or 2"):
         StatePool(MICRO)
