@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gdnjax.config import Config, from_preset
-from gdnjax.generation.loop import Decoding, device_loop, step
+from gdnjax.generation.loop import Decoding, device_loop, jitted_step
 from gdnjax.generation.sampling import SamplingParams, make_sampler
 from gdnjax.model import prefill
 from gdnjax.state import Batch, state_shapes
@@ -66,8 +66,7 @@ def _decoding(config: Config) -> Decoding:
 
 def _decode_step(config: Config) -> Program:
     # What the Python loop calls once a token: the model's step, commit, and the choice of the next token.
-    function = jax.jit(step, donate_argnums=1)
-    return Program(function, (_params(config), _decoding(config)), {}, config.max_requests)
+    return Program(jitted_step, (_params(config), _decoding(config)), {}, config.max_requests)
 
 
 def _prefill(config: Config) -> Program:

@@ -73,7 +73,9 @@ def emit(decoding: Decoding, logits: jax.Array) -> tuple[Decoding, Emission]:
     chosen = jnp.take_along_axis(raw, token[:, None], axis=-1)[:, 0]
     logprob = chosen - jax.nn.logsumexp(raw, axis=-1)
     emitted = d.emitted + d.live
-    stopped = jnp.any(token[:, None] == d.stop_ids, axis=-1) | (emitted >= d.limit)
+    stopped = emitted >= d.limit
+    for column in range(d.stop_ids.shape[1]):  # few: unrolled they are no launch of their own, as `any` would be
+        stopped |= token == d.stop_ids[:, column]
     finite = jnp.isfinite(logprob)
     out = jnp.where(d.live, jnp.where(finite, token, NOT_FINITE), NOTHING)
     counts = d.counts
@@ -89,10 +91,15 @@ def step(params: Params, decoding: Decoding) -> tuple[Decoding, Emission]:
     rows = decoding.token.shape[0]
     request = jnp.where(decoding.live, jnp.arange(rows, dtype=jnp.int32), -1)
     logits, state = decode_step(params, decoding.state, Batch(decoding.token, request))
-    return emit(dataclasses.replace(decoding, state=commit(state)), logits)
+    # The commit comes last: merged with the step's reads of the same vectors, it could not run in place.
+    logits, pending = jax.lax.optimization_barrier((logits, state.pending))
+    state = commit(dataclasses.replace(state, pending=pending))
+    return emit(dataclasses.replace(decoding, state=state), logits)
 
 
-jitted_step = jax.jit(step, donate_argnames="decoding")
+# Unread inputs are kept: inputs are paired with outputs in order, and one that is dropped shifts all behind it,
+# each into a copy.
+jitted_step = jax.jit(step, donate_argnames="decoding", keep_unused=True)
 jitted_emit = jax.jit(emit, donate_argnames="decoding")
 
 

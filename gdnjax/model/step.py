@@ -100,14 +100,14 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
         return attention_output(p, gated)
 
     hidden, _ = run_layers(params, c, embed(params, batch.tokens), mix_gdn, mix_attention)
-    requests = jnp.where(live, batch.request, c.max_requests)
+    requests = jnp.arange(c.max_requests, dtype=jnp.int32)
     state = dataclasses.replace(
         state,
         recurrent=tuple(recurrent),
         conv=tuple(conv),
         keys=tuple(keys),
         values=tuple(values),
-        pending=jnp.zeros_like(state.pending).at[requests].set(1, mode="drop"),
+        pending=jnp.any(batch.request == requests[:, None], axis=1).astype(jnp.int32),
     )
     return head(params, _wanted(hidden, batch)), state
 

@@ -90,6 +90,16 @@ def test_the_whole_state_is_donated(program: str, layout: str) -> None:
     assert donated >= sum(x.nbytes for x in jax.tree.leaves(decoding.state))
 
 
+@pytest.mark.parametrize("lower", [jitted_step.lower, functools.partial(device_loop.lower, steps=16)])
+def test_every_array_is_donated_to_its_own_successor(lower: Callable[..., Any]) -> None:
+    # Inputs are paired with outputs of their shape in order: one that is dropped would shift all behind it.
+    params, decoding = abstract_params(POOLS), make(POOLS)
+    signature = lower(params, decoding).as_text().partition("@main(")[2].partition(") -> (")[0]
+    outputs = re.findall(r"%arg\d+: tensor<\S+ \{[^}]*tf\.aliasing_output = (\d+)", signature)
+    assert outputs == [str(i) for i in range(len(jax.tree.leaves(decoding)))]
+    assert signature.count("%arg") == len(jax.tree.leaves((params, decoding)))
+
+
 def test_a_copy_would_be_found() -> None:
     decoding = make(POOLS)
     kept = jax.jit(step).lower(abstract_params(POOLS), decoding).compile()
