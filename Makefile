@@ -4,6 +4,7 @@ JAX_MIDDLE := 0.11.2
 JAX_NEWEST := 0.12.0
 # The AMD check takes the newest compiler that a Python at hand can install.
 JAX_AMD = $(if $(PYTHON_NEW),$(JAX_NEWEST),$(JAX_OLDEST))
+AMD_ALL := --arch gfx942,gfx950,gfx90a,gfx1100,gfx1201 --config 0.8b,9b,27b
 
 # The environment of every day: the oldest Python, hence the oldest JAX, so that nothing newer is used unawares.
 VENV := .venv
@@ -16,16 +17,18 @@ PYTEST = -m pytest -q -n 2
 PROMPT ?= It is a truth universally acknowledged, that
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-newest test-middle test-slow lint format types amd-check wheel clean
+.PHONY: help demo test test-all test-oldest test-newest test-middle test-slow lint format types amd-check amd-check-all amd-tools amd-docs wheel clean
 
 help:
 	@echo "make demo      install into $(VENV) and generate text with the shipped model"
-	@echo "make test      lint, types and fast tests on JAX $(JAX_OLDEST), then a subset on JAX $(JAX_NEWEST)"
-	@echo "make test-all  make test, the slow tests, and the fast tests on JAX $(JAX_MIDDLE)"
+	@echo "make test      lint, types and fast tests on JAX $(JAX_OLDEST), a subset on JAX $(JAX_NEWEST), make amd-check"
+	@echo "make test-all  make test, the slow tests, the fast tests on JAX $(JAX_MIDDLE), make amd-check-all"
 	@echo "make lint      ruff check, ruff format --check"
 	@echo "make format    ruff format, and ruff's safe fixes"
 	@echo "make types     pyright"
-	@echo "make amd-check compile kernels and programs for AMD GPUs (needs gcc, no GPU)"
+	@echo "make amd-check compile kernels and programs for two AMD GPUs (needs gcc, no GPU)"
+	@echo "make amd-check-all   the same for five AMD GPUs and three sizes of programs"
+	@echo "make amd-docs  make amd-check-all's figures the tables of docs/amd.md"
 	@echo "make wheel     build dist/*.whl"
 	@echo "make clean     remove environments, caches and build products"
 
@@ -38,11 +41,13 @@ test:
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory test-oldest
 	@$(MAKE) --no-print-directory test-newest
+	@$(MAKE) --no-print-directory amd-check
 
 test-all:
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-slow
 	@$(MAKE) --no-print-directory test-middle
+	@$(MAKE) --no-print-directory amd-check-all
 
 lint: $(VENV)/.stamp-dev-$(JAX_OLDEST)
 	$(BIN)/ruff check .
@@ -72,8 +77,22 @@ test-newest test-middle:
 	@echo "no Python >= 3.12 found: $@ is left out"
 endif
 
-amd-check: .venv-amd/.stamp-amd-$(JAX_AMD)
-	.venv-amd/bin/gdnjax amd-check --arch gfx942,gfx1201
+amd-check: amd-tools .venv-amd/.stamp-amd-$(JAX_AMD)
+	.venv-amd/bin/gdnjax amd-check --arch gfx942,gfx1201 --config 0.8b
+
+amd-check-all: amd-tools .venv-amd/.stamp-amd-$(JAX_AMD)
+	.venv-amd/bin/gdnjax amd-check $(AMD_ALL)
+
+# Through a file of its own, so that a check that fails leaves the tables as they are.
+amd-docs: amd-tools .venv-amd/.stamp-amd-$(JAX_AMD)
+	mkdir -p build
+	.venv-amd/bin/gdnjax amd-check $(AMD_ALL) --json > build/amd_check.json
+	.venv-amd/bin/python scripts/amd_docs.py build/amd_check.json
+
+# Asked for before an environment of 2 GB is made.
+amd-tools:
+	@for tool in gcc readelf; do command -v $$tool >/dev/null || { echo "$$tool not found: the AMD check builds" \
+	    "stand-ins for ROCm's libraries with it; install gcc and binutils" >&2; exit 1; }; done
 
 wheel: $(VENV)/.stamp-dev-$(JAX_OLDEST)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
@@ -112,5 +131,5 @@ $(VENV)/.stamp-dev-$(JAX_OLDEST): pyproject.toml
 
 .venv-amd/.stamp-amd-$(JAX_AMD): pyproject.toml
 	$(call make_venv,.venv-amd,$(or $(PYTHON_NEW),$(PYTHON)))
-	.venv-amd/bin/python $(PIP_INSTALL) -e ".[amd]" "jax==$(JAX_AMD)" "jax-rocm7-pjrt==$(JAX_AMD)"
-	@touch $@
+	.venv-amd/bin/python $(PIP_INSTALL) --no-compile -e ".[amd]" "jax==$(JAX_AMD)" "jax-rocm7-pjrt==$(JAX_AMD)"
+	@rm -f .venv-amd/.stamp-amd-* && touch $@

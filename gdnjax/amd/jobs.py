@@ -53,12 +53,12 @@ class Findings:
 
 
 def make_jobs(archs: Sequence[str], configs: Sequence[str], rows: int) -> list[Job]:
-    """Programs first: they take longest."""
+    """The longest first, so that the cores finish together: programs, then kernels from the table's end."""
     from gdnjax.amd.kernels import KERNELS
     from gdnjax.amd.programs import PROGRAMS
 
     programs = [Job("program", name, arch, rows, c) for c in configs for arch in archs for name in PROGRAMS]
-    return programs + [Job("kernel", name, arch, rows) for name in KERNELS for arch in archs]
+    return programs + [Job("kernel", name, arch, rows) for name in reversed(KERNELS) for arch in archs]
 
 
 def run_jobs(

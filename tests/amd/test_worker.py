@@ -1,7 +1,9 @@
-"""What a worker reports of a kernel, with stand-ins for the compiler that only the extra installs."""
+"""What a worker reports of a kernel or a program, with stand-ins for the compilers that only the extra installs."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from gdnjax.amd.jobs import Job
 from gdnjax.amd.kernels import KERNELS, Case, Kernel
 from gdnjax.amd.lower import TritonKernel
 from gdnjax.amd.machine_code import MachineCode
+from gdnjax.amd.programs import serving_config, state_sizes
 from gdnjax.amd.targets import Target
 from tests.amd.stand_in import ARGUMENTS, scale_rows, too_large, twice
 
@@ -65,6 +68,50 @@ def test_spills_are_a_failure_by_side(
     cases = [Case("one", scale_rows, ARGUMENTS)]
     kinds = [kind for kind, _ in reports_of(monkeypatch, tmp_path, cases, lambda *_: SPILLING, side)]
     assert kinds == ["kernel"] + ["failure"] * failures
+
+
+class Compiled:
+    """Stands for a compiled program."""
+
+    alias_size_in_bytes, temp_size_in_bytes = 300, 20
+
+    def __init__(self, hlo: str) -> None:
+        self._hlo = hlo
+
+    def as_text(self) -> str:
+        return self._hlo
+
+    def memory_analysis(self) -> Compiled:
+        return self
+
+
+@pytest.mark.parametrize("copies", [0, 2])
+def test_a_program_is_a_row_and_its_copies_a_failure(
+    copies: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (elements, *_) = state_sizes(serving_config("tiny", 4))
+    hlo = "".join(f"%c{i} = f32[{elements}]{{0}} copy(%pool)\n" for i in range(copies))
+
+    def compiler(function: Any, arguments: tuple[Any, ...], static: dict[str, Any], target: Target) -> Compiled:
+        assert target.arch == "gfx950"
+        (folder,) = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])
+        Path(folder, "module_0001.jit_step.thunk_sequence.txt").write_text("001: kGemm [] kGemm\n002: kCopy [] kCopy\n")
+        return Compiled(hlo)
+
+    # Set here first, so that what the worker sets for itself ends with the test.
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr("gdnjax.amd.rocm_compiler.compile_program", compiler)
+    reported: list[tuple[str, Any]] = []
+    with (tmp_path / "stderr").open("w+") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        job = Job("program", "decode_step", "gfx950", 4, "tiny")
+        worker.compile_program(job, lambda kind, value: reported.append((kind, value)))
+    row = {
+        "program": "decode_step", "config": "tiny", "arch": "gfx950", "rows": 4, "kernels_per_step": 2,
+        "pool_copies": copies, "alias_bytes": 300, "temp_bytes": 20,
+    }  # fmt: skip
+    assert reported[0] == ("program", row)
+    assert [kind for kind, _ in reported[1:]] == ["failure"] * (copies > 0)
 
 
 def test_what_does_not_build_leaves_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
