@@ -74,15 +74,10 @@ def _put(array: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def carried(state: State, request: jax.Array) -> Carried:
-    """The current slot and the ring of a request: what a fork, a snapshot and the prefix cache copy.
-
-    A request without state carries zeros, whatever its slot holds.
-    """
-    slot, fresh = state.read_slot[request], state.position[request] == 0
-    empty = lambda x: jnp.where(fresh, jnp.zeros((), x.dtype), x)  # noqa: E731
+    """The current slot and the ring of a request: what a fork, a snapshot and the prefix cache copy."""
+    slot = state.read_slot[request]
     return Carried(
-        tuple(empty(_at(pool, slot)) for pool in state.recurrent),
-        tuple(empty(_at(ring, request + 1)) for ring in state.conv),
+        tuple(_at(pool, slot) for pool in state.recurrent), tuple(_at(ring, request + 1) for ring in state.conv)
     )
 
 

@@ -1,0 +1,83 @@
+"""A request as its caller sees it, and what the engine notes about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+from gdnjax.generation.collect import Collector
+from gdnjax.generation.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from gdnjax.engine.programs import Mode
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+"""`stop`: a stop id or string. `length`: `max_new_tokens`, or `max_length`. `error`: NaN in the logits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Tokens of a request: of its prompt, of them those resumed from a shared prefix, and new ones."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    preemptions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New tokens of a request, with their log-probabilities, and new text. Text may lag behind: what could
+    become a stop string, or is half a character, waits."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+
+
+@dataclasses.dataclass(eq=False)
+class Handle:
+    """One submitted request.
+
+    * `prompt`: its token ids. `tokens`, `logprobs`, `text`: what has come so far; text without a stop
+      string, None without a tokenizer.
+    * `finish_reason`: None while it runs.
+    * `pieces`: what has come and `Engine.stream` has not yet handed out.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+    priority: int
+    deadline: float | None
+    mode: Mode
+    collector: Collector
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+
+    # The engine's notes: number in the pool (None: waiting), what it must read before it decodes, how much
+    # of that has been sent to the device, where prefixes are kept, and tokens whose sampling was sent.
+    request: int | None = None
+    to_read: list[int] = dataclasses.field(default_factory=list)
+    cuts: list[int] = dataclasses.field(default_factory=list)
+    sent: int = 0
+    cached: int = 0
+    preemptions: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of prompt and answer."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt), self.cached, len(self.tokens), self.preemptions)
