@@ -14,46 +14,35 @@ for the device. A request that has ended is therefore stepped once more, for not
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from gdnjax.engine import programs, scheduler
+from gdnjax.engine import scheduler
 from gdnjax.engine.handle import FinishReason, Handle, Piece
-from gdnjax.engine.programs import MODES, mode_of, new_slate, settings
+from gdnjax.engine.launcher import Flight, Launcher, ScoreFlight
+from gdnjax.engine.programs import mode_of
 from gdnjax.generation.collect import Collector
 from gdnjax.generation.generate import NonFiniteLogitsError, Request, check_requests
-from gdnjax.generation.loop import NOT_FINITE, NOTHING, Emission
+from gdnjax.generation.loop import NOT_FINITE
 from gdnjax.generation.sampling import SamplingParams
 from gdnjax.model.step import BACKEND
 from gdnjax.platform import debug_mode
 from gdnjax.sizes import derive_limits
-from gdnjax.state.batch import Batch
+from gdnjax.state.batch import check_ids
 from gdnjax.state.pages import NoRoom, OutOfPages
 from gdnjax.state.pool import StatePool
 
 if TYPE_CHECKING:
     from gdnjax.lm import LanguageModel
 
-PIECES = 16
-"""Most requests whose prompts one window reads."""
-
 
 class QueueFull(RuntimeError):
     """As many requests wait as may: try again later."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flight:
-    """Tokens on their way: row i of `emission` is for `handles[i]` (None: a row of somebody else)."""
-
-    emission: Emission
-    handles: tuple[Handle | None, ...]
 
 
 class Engine:
@@ -92,15 +81,11 @@ class Engine:
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"chunk_tokens = {chunk_tokens}; it takes an integer >= 1, or None")
         self.pool = StatePool(config, BACKEND)
-        self.slate = new_slate(config)
-        self.row_buckets = scheduler.row_buckets(config.max_requests)
-        self.token_buckets = scheduler.token_buckets(config.prefill_tokens)
-        self._pieces = min(PIECES, config.max_requests)
+        self._launcher = Launcher(lm.params, self.pool)
         self._chunk = config.prefill_tokens if chunk_tokens is None else min(chunk_tokens, config.prefill_tokens)
         self._max_waiting, self._overcommit, self._clock = max_waiting, overcommit, clock
         self._queue = scheduler.Queue()
         self._running: dict[int, Handle] = {}
-        self._flights: list[_Flight] = []
         self._number = 0
         self._lock = threading.RLock()
         self._debug = debug_mode()
@@ -118,6 +103,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         priority: int = 0,
         timeout: float | None = None,
+        prompt_logprobs: bool = False,
     ) -> Handle:
         """Adds a request; it runs as `step` is called.
 
@@ -129,6 +115,8 @@ class Engine:
             stop: strings that end it; its text is cut before them.
             priority: higher is served first.
             timeout: seconds from now after which it ends with `deadline`, whatever it has by then.
+            prompt_logprobs: also score the prompt's tokens (`Handle.prompt_logprobs`). It is then read in short
+                windows, and resumes from no shared prefix.
 
         Raises:
             ValueError: what cannot run; the message says what it takes.
@@ -169,11 +157,29 @@ class Engine:
                 collector=Collector(self._number, len(prompt), tokenizer, ids, stop, None),
                 text=None if tokenizer is None else "",
             )
+            handle.scoring = prompt_logprobs
             handle.collector.listen(lambda _, tokens, text: self._piece(handle, tokens, text))
             self._number += 1
             self._queue.push(handle)
             self.counters["submitted"] += 1
         return handle
+
+    def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
+        """The log-probability of each token of a continuation behind a prompt and the tokens before it.
+
+        Steps until it is there. Errors as in `submit`; both take at least one token.
+        """
+        for name, ids in (("prompt", prompt), ("continuation", continuation)):
+            if not len(ids):
+                raise ValueError(f"the {name} is empty; it takes at least one token")
+        check_ids(continuation, self.config.vocab_size)
+        *ids, last = *prompt, *continuation
+        with self._lock:
+            handle = self.submit(ids, 1, stop_ids=(), prompt_logprobs=True)
+            handle.followed_by = int(last)
+        while not handle.done:
+            self.step()
+        return handle.prompt_logprobs[len(prompt) - 1 :]
 
     def cancel(self, handle: Handle) -> None:
         """Ends a request now; one that has ended stays as it is."""
@@ -223,18 +229,18 @@ class Engine:
             for handle in scheduler.expired([*self._queue, *self._running.values()], self._clock()):
                 self._finish(handle, "deadline")
             self._admit()
-            behind, self._flights = self._flights, []
-            self._read(behind)
+            behind = self._launcher.take()
+            self._read()
             self._decode(behind)
             self._receive(behind)
-            return bool(self._queue or self._running or self._flights)
+            return bool(self._queue or self._running or self._launcher.flights)
 
     def _admit(self) -> None:
         while (handle := self._queue.head()) is not None:
             ids = [*handle.prompt, *handle.tokens]
             reserve = min(len(ids) + 1, handle.limit) if self._overcommit else None
             try:
-                request = self.pool.acquire(handle.limit, prompt=ids, reserve=reserve)
+                request = self.pool.acquire(handle.limit, None if handle.scoring else ids, reserve)
             except NoRoom:
                 return
             self._queue.remove(handle)
@@ -242,101 +248,55 @@ class Engine:
             handle.request, handle.to_read, handle.sent = request, ids, len(handle.tokens)
             handle.cuts = self.pool.prefixes.boundaries(ids, start)
             handle.cached = max(handle.cached, start)
+            handle.prompt_logprobs.clear()
             self._running[request] = handle
-            number = np.int32(request)
-            self.slate = programs.run_admit(self.slate, number, np.int32(handle.sent), *settings(handle.sampling))
-            if handle.mode == "penalized":
-                in_prompt = np.zeros(self.config.vocab_size, np.bool_)
-                in_prompt[list(handle.prompt)] = True
-                in_output = np.bincount(handle.tokens, minlength=self.config.vocab_size).astype(np.int32)
-                self.slate = programs.run_admit_penalties(self.slate, number, in_prompt, in_output)
+            self._launcher.admit(handle)
 
-    def _read(self, behind: list[_Flight]) -> None:
-        """Reads one window of prompts, and samples the first token of those that it completes."""
+    def _read(self) -> None:
+        """Reads one window of prompts."""
         position = self.pool.position
-        waiting = [
-            (r, position(r), len(h.to_read), h.cuts)
-            for r, h in sorted(self._running.items(), key=lambda item: scheduler.rank(item[1]))
-            if position(r) < len(h.to_read)
-        ]
-        if not waiting:
+        behind = sorted((h for h in self._running.values() if not self._has_read(h)), key=scheduler.rank)
+        if not behind:
             return
-        budget = self._chunk if len(waiting) < len(self._running) else self.config.prefill_tokens
-        counts = scheduler.windows(waiting, budget, self._pieces)
-        plan = self.pool.plan_walk(counts)
-        rows = scheduler.smallest(self.token_buckets, sum(counts.values()))
-        tokens = np.zeros(rows, np.int32)
-        ids = [
-            i for r, at in zip(counts, plan.positions, strict=True) for i in self._running[r].to_read[at:][: counts[r]]
-        ]
-        tokens[: len(ids)] = ids
-        last = np.zeros(self._pieces, np.int32)
-        last[: len(counts)] = np.cumsum(plan.counts) - 1
-        batch = Batch(tokens, plan.rows(rows), last)  # pyright: ignore[reportArgumentType]
-        logits = self.pool.run(plan, lambda state: programs.run_prefill(self.lm.params, state, batch))
-        self.counters["prefill_tokens"] += len(ids)
-        complete: list[int | None] = []
-        for request in counts:
-            handle = self._running[request]
-            if position(request) in handle.cuts:
-                self.counters["prefixes_kept"] += self.pool.remember(request, handle.to_read[: position(request)])
-            complete.append(request if position(request) == len(handle.to_read) else None)
-        self._draw(logits, complete, self._pieces)
+        budget, pieces = self._chunk, self._launcher.pieces
+        if len(behind) == len(self._running):
+            budget = self.config.prefill_tokens
+        if behind[0].scoring:
+            budget, pieces = min(budget, self._launcher.score_rows), 1
+        unscored = [h for h in behind if not h.scoring] if not behind[0].scoring else behind[:1]
+        waiting = [(r, position(r), len(h.to_read), h.cuts) for h in unscored if (r := h.request) is not None]
+        plan = self.pool.plan_walk(scheduler.windows(waiting, budget, pieces))
+        self._launcher.read(plan, self._running)
+        self.counters["prefill_tokens"] += sum(plan.counts)
+        for request in plan.requests:
+            read = self._running[request].to_read[: position(request)]
+            if len(read) in self._running[request].cuts:
+                self.counters["prefixes_kept"] += self.pool.remember(request, read)
 
-    def _decode(self, behind: list[_Flight]) -> None:
+    def _decode(self, behind: list[Flight | ScoreFlight]) -> None:
         """One token of every request that has read its prompt and may have more."""
+        most = self._launcher.row_buckets[-1]
         while True:
-            ready = [
-                r
-                for r, h in self._running.items()
-                if self.pool.position(r) >= len(h.to_read) and h.sent < h.max_new_tokens
-            ]
+            ready = [r for r, h in self._running.items() if self._has_read(h) and h.sent < h.max_new_tokens]
             if not ready:
                 return
             try:
-                plans = [
-                    self.pool.plan_decode(ready[at : at + self.row_buckets[-1]])
-                    for at in range(0, len(ready), self.row_buckets[-1])
-                ]
+                plans = [self.pool.plan_decode(ready[at : at + most]) for at in range(0, len(ready), most)]
                 break
             except OutOfPages:
                 self._make_room(behind)
         for plan in plans:
-            rows = scheduler.smallest(self.row_buckets, len(plan.requests))
-            request, token = plan.rows(rows), self.slate.token
-            logits = self.pool.run(
-                plan,
-                lambda state, token=token, request=request: programs.run_decode(self.lm.params, state, token, request),
-                commits=True,
-            )
-            self._draw(logits, list(plan.requests), rows)
+            self._launcher.decode(plan, self._running)
         self.counters["decode_steps"] += 1
 
-    def _draw(self, logits: jax.Array, requests: Sequence[int | None], rows: int) -> None:
-        """Samples for the rows that have a request, each by its own sampler."""
-        handles = [None if r is None else self._running[r] for r in requests]
-        for mode in MODES:
-            mine = [h if h is not None and h.mode == mode else None for h in handles]
-            if not any(h is not None for h in mine):
-                continue
-            numbers = np.full(rows, -1, np.int32)
-            numbers[: len(mine)] = [
-                r if h is not None and r is not None else -1 for h, r in zip(mine, requests, strict=True)
-            ]
-            self.slate, emission = programs.run_draw(self.slate, logits, numbers, mode=mode)
-            emission.token.copy_to_host_async()
-            emission.logprob.copy_to_host_async()
-            self._flights.append(_Flight(emission, tuple(mine)))
-            for handle in mine:
-                if handle is not None:
-                    handle.sent += 1
+    def _has_read(self, handle: Handle) -> bool:
+        return handle.request is not None and self.pool.position(handle.request) >= len(handle.to_read)
 
-    def _make_room(self, behind: list[_Flight]) -> None:
+    def _make_room(self, behind: list[Flight | ScoreFlight]) -> None:
         """Frees KV pages: by what is about to end, else by preempting the last in order of service."""
-        flights = [*behind, *self._flights]
+        flights = [*behind, *self._launcher.take()]
         if flights:
             behind.clear()
-            self._flights.clear()
             before = len(self._running)
             self._receive(flights)
             if len(self._running) < before:
@@ -350,16 +310,22 @@ class Engine:
         self.counters["preemptions"] += 1
         self._queue.push(handle)
 
-    def _receive(self, flights: list[_Flight]) -> None:
+    def _receive(self, flights: Sequence[Flight | ScoreFlight]) -> None:
         """Takes the tokens of flights, in order."""
         broken: list[int] = []
         for flight in flights:
+            if isinstance(flight, ScoreFlight):
+                handle = flight.handle
+                # Behind the prompt's last token there is nothing to score, unless the caller has said what.
+                most = len(handle.prompt) - (handle.followed_by is None)
+                handle.prompt_logprobs += np.asarray(flight.logprobs)[: flight.count].tolist()
+                del handle.prompt_logprobs[most:]
+                continue
             tokens, logprobs = np.asarray(flight.emission.token), np.asarray(flight.emission.logprob)
             for row, handle in enumerate(flight.handles):
                 if handle is None or handle.done:
                     continue
                 token = int(tokens[row])
-                assert token != NOTHING
                 if token == NOT_FINITE:
                     self._finish(handle, "error")
                     broken.append(handle.number)
@@ -405,38 +371,11 @@ class Engine:
             PoolError: requests are running.
         """
         with self._lock:
-            tasks = list(self._programs())
+            tasks = list(self._launcher.warming())
             if progress:
                 from rich.progress import track
 
                 tasks = track(tasks, description="compiling", transient=True)
             for task in tasks:
                 task()
-            jax.block_until_ready((self.pool.state, self.slate))
-
-    def _programs(self) -> Iterator[Callable[[], Any]]:
-        yield self.pool.warm_up
-        vocab, params = self.config.vocab_size, self.lm.params
-
-        def prefill(rows: int) -> None:
-            batch = Batch(np.zeros(rows, np.int32), np.full(rows, -1, np.int32), np.zeros(self._pieces, np.int32))  # pyright: ignore[reportArgumentType]
-            self.pool.run((), lambda state: programs.run_prefill(params, state, batch))
-
-        def decode(rows: int) -> None:
-            nobody = np.full(rows, -1, np.int32)
-            token = self.slate.token
-            logits = self.pool.run((), lambda state: programs.run_decode(params, state, token, nobody))
-            for mode in MODES:
-                self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode)
-
-        def admit() -> None:
-            self.slate = programs.run_admit(self.slate, np.int32(0), np.int32(0), *settings(SamplingParams()))
-            self.slate = programs.run_admit_penalties(
-                self.slate, np.int32(0), np.zeros(vocab, np.bool_), np.zeros(vocab, np.int32)
-            )
-
-        yield admit
-        for rows in self.token_buckets:
-            yield lambda rows=rows: prefill(rows)
-        for rows in sorted({*self.row_buckets, self._pieces}):
-            yield lambda rows=rows: decode(rows)
+            jax.block_until_ready((self.pool.state, self._launcher.slate))

@@ -41,6 +41,8 @@ class Handle:
 
     * `prompt`: its token ids. `tokens`, `logprobs`, `text`: what has come so far; text without a stop
       string, None without a tokenizer.
+    * `prompt_logprobs`: of every token of the prompt but the first, if asked for: its log-probability behind
+      those before it.
     * `finish_reason`: None while it runs.
     * `pieces`: what has come and `Engine.stream` has not yet handed out.
     """
@@ -56,15 +58,19 @@ class Handle:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str | None = None
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     pieces: list[Piece] = dataclasses.field(default_factory=list)
 
-    # The engine's notes: number in the pool (None: waiting), what it must read before it decodes, how much
-    # of that has been sent to the device, where prefixes are kept, and tokens whose sampling was sent.
+    # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, and where
+    # prefixes of that are kept; tokens whose sampling was sent; whether what it reads is scored, and the token
+    # that follows the prompt, scored too.
     request: int | None = None
     to_read: list[int] = dataclasses.field(default_factory=list)
     cuts: list[int] = dataclasses.field(default_factory=list)
     sent: int = 0
+    scoring: bool = False
+    followed_by: int | None = None
     cached: int = 0
     preemptions: int = 0
 

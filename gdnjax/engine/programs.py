@@ -102,6 +102,22 @@ def decode(params: Params, state: State, token: jax.Array, request: jax.Array) -
     return logits, commit(state)
 
 
+def score(params: Params, state: State, batch: Batch, targets: jax.Array) -> tuple[tuple[jax.Array, jax.Array], State]:
+    """A prefill that also gives the log-probability of a target behind every row.
+
+    Args:
+        params, state, batch: as `prefill` takes them.
+        targets: `[R]` int32, the token that follows each row's.
+
+    Returns:
+        Logits `[K, V]` of `batch.logits_rows` and log-probabilities `[R]`, and the state.
+    """
+    assert batch.logits_rows is not None
+    logits, state = prefill(params, state, Batch(batch.tokens, batch.request))
+    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return (logits[batch.logits_rows], chosen - jax.nn.logsumexp(logits, axis=-1)), state
+
+
 def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tuple[Slate, Emission]:
     """Samples the next token of each row's request, and notes it in the slate.
 
@@ -150,4 +166,5 @@ run_admit = jax.jit(admit, donate_argnames="slate")
 run_admit_penalties = jax.jit(admit_penalties, donate_argnames="slate")
 run_decode = jax.jit(decode, donate_argnames="state")
 run_prefill = jax.jit(prefill, donate_argnames="state")
+run_score = jax.jit(score, donate_argnames="state")
 run_draw = jax.jit(draw, static_argnames="mode", donate_argnames="slate")

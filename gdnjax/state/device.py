@@ -82,7 +82,7 @@ def carried(state: State, request: jax.Array) -> Carried:
 
 
 def place(state: State, request: jax.Array, moment: Carried, position: jax.Array, pages: jax.Array) -> State:
-    """Gives a request a carried state, its position and its pages, in one step: all of it, or nothing.
+    """Gives a new request a carried state, its position and its pages, in one step: all of it, or nothing.
 
     pages: `[pages_per_request]` int32, the request's row of the page table.
     """
@@ -92,7 +92,6 @@ def place(state: State, request: jax.Array, moment: Carried, position: jax.Array
         recurrent=tuple(_put(p, x, slot) for p, x in zip(state.recurrent, moment.recurrent, strict=True)),
         conv=tuple(_put(ring, x, request + 1) for ring, x in zip(state.conv, moment.conv, strict=True)),
         position=state.position.at[request].set(position),
-        pending=state.pending.at[request].set(0),
         page_table=state.page_table.at[request].set(pages),
     )
 

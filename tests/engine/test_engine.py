@@ -210,6 +210,30 @@ def test_a_shared_prefix_is_read_once() -> None:
     assert_clean(e)
 
 
+def test_prompts_and_continuations_are_scored() -> None:
+    e, model = engine(), small_model()
+    ids = prompt(50, 7)
+    logits = np.asarray(model.logits([ids]))[0].astype(np.float64)
+    every = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = [every[i, token] for i, token in enumerate(ids[1:])]
+    others = [e.submit(prompt(20, i), 10, stop_ids=()) for i in range(2)]
+    handle = e.submit(ids, 5, stop_ids=(), prompt_logprobs=True)
+    e.run()
+    np.testing.assert_allclose(handle.prompt_logprobs, wanted, atol=5e-4)
+    for one in (handle, *others):
+        assert_alone(one)
+    assert others[0].prompt_logprobs == []
+    e.pool.prefixes.clear()
+    e.submit(ids, 1)
+    e.run()  # a prefix is known now, and is not what the scores come from
+    for cut in (1, 30, 49):
+        np.testing.assert_allclose(e.score(ids[:cut], ids[cut:]), wanted[cut - 1 :], atol=5e-4)
+    for call in (lambda: e.score([], [1]), lambda: e.score([1], [])):
+        with pytest.raises(ValueError, match="is empty; it takes at least one token"):
+            call()
+    assert_clean(e)
+
+
 def test_refusals() -> None:
     e = engine(pages=3, max_waiting=2)
     for call, message in (
@@ -238,7 +262,7 @@ def test_logits_that_are_not_finite_end_a_request(monkeypatch: pytest.MonkeyPatc
     for debug in (True, False):
         e = engine()
         monkeypatch.setattr(e, "_debug", debug)
-        e.lm = dataclasses.replace(e.lm, params=broken)
+        e._launcher.params = broken
         handle = e.submit(PROMPTS[0], 5)
         if debug:
             with pytest.raises(NonFiniteLogitsError, match=r"requests \[0\]: the logits are NaN"):
@@ -246,7 +270,7 @@ def test_logits_that_are_not_finite_end_a_request(monkeypatch: pytest.MonkeyPatc
         else:
             e.run()
         assert (handle.finish_reason, handle.tokens) == ("error", [])
-        e.lm = small_model(**CONFIG)
+        e._launcher.params = small_model().params
         assert_clean(e)
         after = e.submit(PROMPTS[0], 5, stop_ids=())
         e.run()
