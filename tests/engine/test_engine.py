@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import gc
+import random
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,6 +104,26 @@ def test_requests_of_all_kinds_get_what_they_get_alone() -> None:
         assert_alone(handle)
     assert e.counters["decode_steps"] < sum(len(h.tokens) for h in handles) / 2  # they ran together
     assert_clean(e)
+
+
+def test_the_same_rows_give_the_same_bits_whatever_else_runs() -> None:
+    def run(others: int) -> Handle:
+        e = engine()
+        e._launcher.row_buckets, e._launcher.token_buckets = [4], [16]
+        early = [e.submit(prompt(4, 20 + i), 14, PENALIZED, stop_ids=()) for i in range(others - 1)]
+        for _ in range(len(early)):
+            e.step()
+        if others:
+            e.submit(prompt(5, 30), 9, WHOLE, stop_ids=())
+        handle = e.submit(prompt(7, 1), 12, SAMPLED, stop_ids=())
+        e.run()
+        return handle
+
+    first = run(0)
+    for others in (1, 3):
+        found = run(others)
+        assert found.tokens == first.tokens
+        assert found.logprobs == first.logprobs
 
 
 def test_a_stream_is_what_generate_gives() -> None:
@@ -231,6 +255,48 @@ def test_prompts_and_continuations_are_scored() -> None:
     for call in (lambda: e.score([], [1]), lambda: e.score([1], [])):
         with pytest.raises(ValueError, match="is empty; it takes at least one token"):
             call()
+    assert_clean(e)
+
+
+def test_clients_in_threads() -> None:
+    e = engine(pages=8, overcommit=True, max_waiting=3)
+    ended: list[Handle] = []
+    refused = [0]
+
+    def client(number: int) -> None:
+        rng = random.Random(number)
+        for turn in range(6):
+            ids = [*prompt(rng.choice([0, 17, 20]), 40), *prompt(rng.randint(1, 12), rng.randint(0, 99))]
+            # Greedy: where a window is cut depends on time here, and a draw has no near-tie that could be told.
+            kind = rng.choice([GREEDY, dataclasses.replace(PENALIZED, temperature=0.0)])
+            while True:
+                try:
+                    handle = e.submit(ids, rng.randint(1, 20), kind, stop_ids=(), priority=turn % 2)
+                    break
+                except QueueFull:
+                    refused[0] += 1
+                    time.sleep(0.002)
+            patience = rng.choice([0.0, 0.02, 60.0, 60.0])
+            start = time.monotonic()
+            while not handle.done:
+                if time.monotonic() - start > patience:
+                    e.cancel(handle)
+                time.sleep(0.001)
+            ended.append(handle)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        e.step()
+    for thread in threads:
+        thread.join()
+    e.run()
+    reasons = collections.Counter(h.finish_reason for h in ended)
+    assert sum(reasons.values()) == 48 and set(reasons) == {"length", "cancelled"}
+    assert refused[0] > 0
+    for handle in ended:
+        assert_alone(handle)
     assert_clean(e)
 
 
