@@ -80,8 +80,7 @@ class Engine:
         self.config = config = derive_limits(lm.config, max_requests, kv_tokens)
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"chunk_tokens = {chunk_tokens}; it takes an integer >= 1, or None")
-        self.pool = StatePool(config, BACKEND)
-        self._launcher = Launcher(lm.params, self.pool)
+        self._make_pool()
         self._chunk = config.prefill_tokens if chunk_tokens is None else min(chunk_tokens, config.prefill_tokens)
         self._max_waiting, self._overcommit, self._clock = max_waiting, overcommit, clock
         self._queue = scheduler.Queue()
@@ -224,15 +223,22 @@ class Engine:
         Raises:
             NonFiniteLogitsError: in debug mode (`GDNJAX_DEBUG=1`), where a request's logits are NaN or infinite;
                 otherwise that request ends with `error`.
+            Exception: whatever the device raises. All requests that ran then wait, and go on with the next step.
         """
         with self._lock:
             for handle in scheduler.expired([*self._queue, *self._running.values()], self._clock()):
                 self._finish(handle, "deadline")
             self._admit()
             behind = self._launcher.take()
-            self._read()
-            self._decode(behind)
-            self._receive(behind)
+            try:
+                self._read()
+                self._decode(behind)
+                self._receive(behind)
+            except NonFiniteLogitsError:
+                raise
+            except Exception:
+                self._start_over()
+                raise
             return bool(self._queue or self._running or self._launcher.flights)
 
     def _admit(self) -> None:
@@ -247,7 +253,8 @@ class Engine:
             start = self.pool.position(request)
             handle.request, handle.to_read, handle.sent = request, ids, len(handle.tokens)
             handle.cuts = self.pool.prefixes.boundaries(ids, start)
-            handle.cached = max(handle.cached, start)
+            if not handle.preemptions:
+                handle.cached = start
             handle.prompt_logprobs.clear()
             self._running[request] = handle
             self._launcher.admit(handle)
@@ -309,6 +316,24 @@ class Engine:
         handle.preemptions += 1
         self.counters["preemptions"] += 1
         self._queue.push(handle)
+
+    def _start_over(self) -> None:
+        """Puts everybody back into the queue, and makes a new pool: the old one's state may be lost.
+
+        Tokens that were on their way come again, the same ones: a draw depends on the seed and its number.
+        """
+        for handle in self._running.values():
+            handle.request = None
+            handle.preemptions += 1
+            self._queue.push(handle)
+        self._running.clear()
+        # Not two pools at a time: one may fill the memory.
+        del self.pool, self._launcher
+        self._make_pool()
+
+    def _make_pool(self) -> None:
+        self.pool = StatePool(self.config, BACKEND)
+        self._launcher = Launcher(self.lm.params, self.pool)
 
     def _receive(self, flights: Sequence[Flight | ScoreFlight]) -> None:
         """Takes the tokens of flights, in order."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gdnjax.engine import Engine, Handle, QueueFull
+from gdnjax.engine import Engine, Handle, QueueFull, programs
 from gdnjax.generation import NonFiniteLogitsError, SamplingParams
 from gdnjax.state.device import snapshot_bytes
 from gdnjax.state.pages import Pages
@@ -341,6 +341,35 @@ def test_logits_that_are_not_finite_end_a_request(monkeypatch: pytest.MonkeyPatc
         after = e.submit(PROMPTS[0], 5, stop_ids=())
         e.run()
         assert_alone(after)
+
+
+@pytest.mark.parametrize("program", ["run_prefill", "run_decode", "run_draw"])
+def test_after_an_error_of_the_device_everybody_goes_on(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    e = engine()
+    handles = [
+        e.submit(p, 12, kind, stop_ids=()) for p, kind in zip(PROMPTS, (GREEDY, SAMPLED, PENALIZED, WHOLE), strict=True)
+    ]
+    original, calls = getattr(programs, program), [0]
+
+    def fails_at_times(*arguments: Any, **named: Any) -> Any:
+        calls[0] += 1
+        out = original(*arguments, **named)  # takes the memory of the state first
+        if calls[0] in (2, 5):
+            raise MemoryError("no memory on the device")
+        return out
+
+    monkeypatch.setattr(programs, program, fails_at_times)
+    failures, more = 0, True
+    while more:
+        try:
+            more = e.step()
+        except MemoryError:
+            failures += 1
+    assert failures == 2
+    for handle in handles:
+        assert handle.finish_reason == "length"
+        assert_alone(handle)
+    assert_clean(e)
 
 
 def test_nothing_compiles_after_warming_up_and_memory_is_flat() -> None:
