@@ -25,9 +25,8 @@ import numpy as np
 from gdnjax.engine import scheduler
 from gdnjax.engine.handle import FinishReason, Handle, Piece
 from gdnjax.engine.launcher import Flight, Launcher, ScoreFlight
-from gdnjax.engine.programs import mode_of
-from gdnjax.generation.collect import Collector
-from gdnjax.generation.generate import NonFiniteLogitsError, Request, check_requests
+from gdnjax.engine.submission import make_handle
+from gdnjax.generation.generate import NonFiniteLogitsError
 from gdnjax.generation.loop import NOT_FINITE
 from gdnjax.generation.sampling import SamplingParams
 from gdnjax.model.step import BACKEND
@@ -48,7 +47,7 @@ class QueueFull(RuntimeError):
 class Engine:
     """Continuous batching over a loaded model.
 
-    `submit`, `cancel` and `step` may be called from different threads.
+    `submit` and `cancel` may be called from any thread and never wait for a step; one thread at a time steps.
 
     Args:
         lm: the model.
@@ -83,6 +82,10 @@ class Engine:
         self._make_pool()
         self._chunk = config.prefill_tokens if chunk_tokens is None else min(chunk_tokens, config.prefill_tokens)
         self._max_waiting, self._overcommit, self._clock = max_waiting, overcommit, clock
+        # What other threads have left at the door, for the next step to take in.
+        self._door = threading.Lock()
+        self._arrived: list[Handle] = []
+        self._cancelled: list[Handle] = []
         self._queue = scheduler.Queue()
         self._running: dict[int, Handle] = {}
         self._number = 0
@@ -103,6 +106,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         prompt_logprobs: bool = False,
+        on_piece: Callable[[Piece | None], None] | None = None,
     ) -> Handle:
         """Adds a request; it runs as `step` is called.
 
@@ -116,52 +120,34 @@ class Engine:
             timeout: seconds from now after which it ends with `deadline`, whatever it has by then.
             prompt_logprobs: also score the prompt's tokens (`Handle.prompt_logprobs`). It is then read in short
                 windows, and resumes from no shared prefix.
+            on_piece: called with every piece as it comes, by the thread that steps, and with None at the end.
 
         Raises:
             ValueError: what cannot run; the message says what it takes.
             QueueFull: too many wait.
         """
-        tokenizer = self.lm.tokenizer
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise ValueError("prompt is text, and this model has no tokenizer; give a list of token ids")
-            prompt = tokenizer.encode(prompt)
-        ids = self.config.generation.stop_ids if stop_ids is None else tuple(stop_ids)
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if stop and tokenizer is None:
-            raise ValueError(f"stop = {list(stop)!r} needs a tokenizer, and this model has none; use stop_ids")
-        if not all(isinstance(s, str) and s for s in stop):
-            raise ValueError(f"stop = {list(stop)!r}; it takes strings of at least one character")
-        sampling = SamplingParams() if sampling is None else sampling
-        prompt = [int(i) for i in prompt]
-        (most,) = check_requests(self.config, [Request(prompt, max_new_tokens, sampling)], ids)
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout = {timeout!r}; it takes a number of seconds > 0, or None")
-        with self._lock:
-            if self.pool.pages.for_tokens(len(prompt) + most) > self.pool.pages.count:
-                raise ValueError(
-                    f"a prompt of {len(prompt)} tokens and {most} new ones do not fit into kv_tokens = "
-                    f"{self.config.kv_tokens}; ask for fewer, or raise kv_tokens"
-                )
-            if len(self._queue) >= self._max_waiting:
-                raise QueueFull(f"{len(self._queue)} requests wait, as many as max_waiting takes; try again later")
-            handle = Handle(
-                number=self._number,
-                prompt=tuple(prompt),
-                max_new_tokens=most,
-                sampling=sampling,
-                priority=priority,
-                deadline=None if timeout is None else self._clock() + timeout,
-                mode=mode_of(sampling),
-                collector=Collector(self._number, len(prompt), tokenizer, ids, stop, None),
-                text=None if tokenizer is None else "",
-            )
-            handle.scoring = prompt_logprobs
-            handle.collector.listen(lambda _, tokens, text: self._piece(handle, tokens, text))
-            self._number += 1
-            self._queue.push(handle)
-            self.counters["submitted"] += 1
+        handle = make_handle(self.lm, self.config, prompt, max_new_tokens, sampling, stop_ids, stop)
+        handle.priority, handle.scoring, handle.on_piece = priority, prompt_logprobs, on_piece
+        handle.deadline = None if timeout is None else self._clock() + timeout
+        self._enter(handle)
         return handle
+
+    def _enter(self, handle: Handle) -> None:
+        pages = self.pool.pages
+        if pages.for_tokens(handle.limit) > pages.count:
+            raise ValueError(
+                f"a prompt of {len(handle.prompt)} tokens and {handle.max_new_tokens} new ones do not fit into "
+                f"kv_tokens = {self.config.kv_tokens}; ask for fewer, or raise kv_tokens"
+            )
+        with self._door:
+            if self.waiting >= self._max_waiting:
+                raise QueueFull(f"{self.waiting} requests wait, as many as max_waiting takes; try again later")
+            handle.number = self._number
+            self._number += 1
+            self._arrived.append(handle)
+            self.counters["submitted"] += 1
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
         """The log-probability of each token of a continuation behind a prompt and the tokens before it.
@@ -173,28 +159,43 @@ class Engine:
                 raise ValueError(f"the {name} is empty; it takes at least one token")
         check_ids(continuation, self.config.vocab_size)
         *ids, last = *prompt, *continuation
-        with self._lock:
-            handle = self.submit(ids, 1, stop_ids=(), prompt_logprobs=True)
-            handle.followed_by = int(last)
+        handle = make_handle(self.lm, self.config, ids, 1, stop_ids=())
+        handle.scoring, handle.followed_by = True, int(last)
+        self._enter(handle)
         while not handle.done:
             self.step()
         return handle.prompt_logprobs[len(prompt) - 1 :]
 
     def cancel(self, handle: Handle) -> None:
         """Ends a request now; one that has ended stays as it is."""
-        with self._lock:
+        with self._door:
+            self._cancelled.append(handle)
+        # Now, unless a step is running: then that takes it in, or the next one.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_in()
+            finally:
+                self._lock.release()
+
+    def _take_in(self) -> None:
+        with self._door:
+            arrived, self._arrived = self._arrived, []
+            cancelled, self._cancelled = self._cancelled, []
+            for handle in arrived:
+                self._queue.push(handle)
+        for handle in cancelled:
             if not handle.done:
                 self._finish(handle, "cancelled")
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
         """What a request produces, as it comes. Calls `step` itself while there is nothing to hand out."""
         while True:
-            with self._lock:
-                pieces, handle.pieces = handle.pieces, []
-            yield from pieces
-            if handle.done and not handle.pieces:
+            ended, came = handle.done, bool(handle.pieces)
+            while handle.pieces:
+                yield handle.pieces.popleft()
+            if ended:
                 return
-            if not pieces:
+            if not came:
                 self.step()
 
     def run(self) -> None:
@@ -205,7 +206,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that have not been admitted, or were preempted."""
-        return len(self._queue)
+        return len(self._queue) + len(self._arrived)
 
     @property
     def running(self) -> int:
@@ -226,6 +227,7 @@ class Engine:
             Exception: whatever the device raises. All requests that ran then wait, and go on with the next step.
         """
         with self._lock:
+            self._take_in()
             for handle in scheduler.expired([*self._queue, *self._running.values()], self._clock()):
                 self._finish(handle, "deadline")
             self._admit()
@@ -239,7 +241,7 @@ class Engine:
             except Exception:
                 self._start_over()
                 raise
-            return bool(self._queue or self._running or self._launcher.flights)
+            return bool(self.waiting or self._running or self._launcher.flights)
 
     def _admit(self) -> None:
         while (handle := self._queue.head()) is not None:
@@ -328,7 +330,7 @@ class Engine:
             self._queue.push(handle)
         self._running.clear()
         # Not two pools at a time: one may fill the memory.
-        del self.pool, self._launcher
+        self.pool.close()
         self._make_pool()
 
     def _make_pool(self) -> None:
@@ -367,15 +369,9 @@ class Engine:
                 "dtype='float32'"
             )
 
-    def _piece(self, handle: Handle, tokens: list[int], text: str) -> None:
-        if handle.text is not None:
-            handle.text += text
-        logprobs = handle.logprobs[len(handle.logprobs) - len(tokens) :]
-        handle.pieces.append(Piece(tuple(tokens), tuple(logprobs), text))
-
     def _finish(self, handle: Handle, reason: FinishReason) -> None:
-        handle.finish_reason = reason
         handle.collector.result(logprobs=False)  # hands out the text that it held back
+        handle.finish_reason = reason
         self.counters[f"finished_{reason}"] += 1
         if handle.request is None:
             self._queue.remove(handle)
@@ -383,6 +379,8 @@ class Engine:
             self.pool.release(handle.request)
             del self._running[handle.request]
             handle.request = None
+        if handle.on_piece is not None:
+            handle.on_piece(None)
 
     # Warming up
 

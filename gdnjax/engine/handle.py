@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from gdnjax.generation.collect import Collector
@@ -39,28 +41,31 @@ class Piece:
 class Handle:
     """One submitted request.
 
+    * `number`: counts the requests of an engine.
     * `prompt`: its token ids. `tokens`, `logprobs`, `text`: what has come so far; text without a stop
       string, None without a tokenizer.
     * `prompt_logprobs`: of every token of the prompt but the first, if asked for: its log-probability behind
       those before it.
     * `finish_reason`: None while it runs.
     * `pieces`: what has come and `Engine.stream` has not yet handed out.
+    * `on_piece`: called with every piece by the thread that steps, and with None at the end.
     """
 
-    number: int
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: SamplingParams
-    priority: int
-    deadline: float | None
     mode: Mode
     collector: Collector
+    deadline: float | None = None
+    priority: int = 0
+    number: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str | None = None
     prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
-    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    pieces: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
+    on_piece: Callable[[Piece | None], None] | None = None
 
     # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, and where
     # prefixes of that are kept; tokens whose sampling was sent; whether what it reads is scored, and the token

@@ -366,6 +366,11 @@ class StatePool:
         self._state = on_device.run_write_table(self.state, np.full((self._entries, 3), -1, np.int32))
         self._state = on_device.run_clear(self.state, nobody)
 
+    def close(self) -> None:
+        """Frees the device's memory. The pool is of no use afterwards."""
+        for leaf in jax.tree.leaves((self._state, self._store)):
+            leaf.delete()
+
     # Inside
 
     def table_row(self, pages: Sequence[int]) -> np.ndarray:

@@ -128,7 +128,8 @@ def test_the_same_rows_give_the_same_bits_whatever_else_runs() -> None:
 
 def test_a_stream_is_what_generate_gives() -> None:
     e, model = engine(), small_model()
-    handles = [e.submit("the thé", 12, stop_ids=()), e.submit("a", 9, stop_ids=())]
+    heard: list[Any] = []
+    handles = [e.submit("the thé", 12, stop_ids=(), on_piece=heard.append), e.submit("a", 9, stop_ids=())]
     pieces = [list(e.stream(handle)) for handle in handles]
     wanted = generate_alone(model, [list(h.prompt) for h in handles], [12, 9], tokenizer=model.tokenizer)
     for handle, parts, result in zip(handles, pieces, wanted, strict=True):
@@ -137,6 +138,34 @@ def test_a_stream_is_what_generate_gives() -> None:
         found = [x for p in parts for x in p.logprobs]
         np.testing.assert_allclose(found, result.logprobs, atol=5e-4)
         assert list(e.stream(handle)) == []
+    assert heard == [*pieces[0], None]
+    assert_clean(e)
+
+
+def test_nobody_at_the_door_waits_for_a_step() -> None:
+    e = engine(max_waiting=2)
+    first = e.submit(PROMPTS[0], 6, stop_ids=())
+    e.step()
+    seen: list[Any] = []
+
+    def visit() -> None:
+        seen.append(e.submit(PROMPTS[1], 3, stop_ids=()))
+        seen.append(e.submit(PROMPTS[1], 4, stop_ids=()))
+        e.cancel(seen[0])
+        e.cancel(first)
+        with pytest.raises(QueueFull):
+            e.submit(PROMPTS[1], 3)
+        seen.append(first.done)
+
+    with e._lock:  # as while a step runs
+        thread = threading.Thread(target=visit)
+        thread.start()
+        thread.join(10)
+        assert len(seen) == 3 and seen[2] is False
+        assert e.waiting == 2
+    e.run()
+    assert (first.finish_reason, seen[0].finish_reason, seen[1].finish_reason) == ("cancelled", "cancelled", "length")
+    assert_alone(seen[1])
     assert_clean(e)
 
 

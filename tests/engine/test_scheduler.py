@@ -11,7 +11,7 @@ from gdnjax.generation import SamplingParams
 
 def handle(number: int, priority: int = 0, deadline: float | None = None) -> Handle:
     nothing: Any = None
-    return Handle(number, (1,), 5, SamplingParams(), priority, deadline, "greedy", nothing)
+    return Handle((1,), 5, SamplingParams(), "greedy", nothing, deadline, priority, number)
 
 
 def test_the_queue_keeps_priority_and_arrival() -> None:
