@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gdnjax.chat import encode_chat, render_chat
     from gdnjax.config import Config, ConfigError, from_preset
+    from gdnjax.engine import Engine
     from gdnjax.generation import GenerationResult, SamplingParams
     from gdnjax.lm import LanguageModel
     from gdnjax.loading import ModelNotFoundError, load, random_model
@@ -25,6 +26,7 @@ _HOME = {
     "render_chat": "gdnjax.chat",
     "Config": "gdnjax.config",
     "ConfigError": "gdnjax.config",
+    "Engine": "gdnjax.engine",
     "from_preset": "gdnjax.config",
     "GenerationResult": "gdnjax.generation",
     "SamplingParams": "gdnjax.generation",
@@ -53,6 +55,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "Engine",
     "GenerationResult",
     "LanguageModel",
     "ModelNotFoundError",

@@ -54,6 +54,10 @@ class Collector:
         self._logprobs: list[float] = []
         self.finish_reason: str | None = None
 
+    def listen(self, callback: StreamCallback) -> None:
+        """Sets who is called with what comes."""
+        self._callback = callback
+
     def push(self, token: int, logprob: float) -> bool:
         """Adds a token; False once the request has ended (later tokens are ignored)."""
         if self.finish_reason is not None:

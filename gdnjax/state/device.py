@@ -74,20 +74,15 @@ def _put(array: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def carried(state: State, request: jax.Array) -> Carried:
-    """The current slot and the ring of a request: what a fork, a snapshot and the prefix cache copy.
-
-    A request without state carries zeros, whatever its slot holds.
-    """
-    slot, fresh = state.read_slot[request], state.position[request] == 0
-    empty = lambda x: jnp.where(fresh, jnp.zeros((), x.dtype), x)  # noqa: E731
+    """The current slot and the ring of a request: what a fork, a snapshot and the prefix cache copy."""
+    slot = state.read_slot[request]
     return Carried(
-        tuple(empty(_at(pool, slot)) for pool in state.recurrent),
-        tuple(empty(_at(ring, request + 1)) for ring in state.conv),
+        tuple(_at(pool, slot) for pool in state.recurrent), tuple(_at(ring, request + 1) for ring in state.conv)
     )
 
 
 def place(state: State, request: jax.Array, moment: Carried, position: jax.Array, pages: jax.Array) -> State:
-    """Gives a request a carried state, its position and its pages, in one step: all of it, or nothing.
+    """Gives a new request a carried state, its position and its pages, in one step: all of it, or nothing.
 
     pages: `[pages_per_request]` int32, the request's row of the page table.
     """
@@ -97,7 +92,6 @@ def place(state: State, request: jax.Array, moment: Carried, position: jax.Array
         recurrent=tuple(_put(p, x, slot) for p, x in zip(state.recurrent, moment.recurrent, strict=True)),
         conv=tuple(_put(ring, x, request + 1) for ring, x in zip(state.conv, moment.conv, strict=True)),
         position=state.position.at[request].set(position),
-        pending=state.pending.at[request].set(0),
         page_table=state.page_table.at[request].set(pages),
     )
 

@@ -175,7 +175,8 @@ class Pages:
                         unpromised += 1
             places += [(request, place, 0) for place in range(have, need)]
             unpromised += max(0, need - max(have, holding.reserved))
-        self._require(unpromised)
+        if unpromised:
+            self._require(unpromised)
         if len(places) > self.free:
             self.reclaim(len(places) - self.free)
         taken = self._free[len(self._free) - len(places) :][::-1]

@@ -347,6 +347,30 @@ class StatePool:
         self._state = on_device.run_discard(self.state)
         self.requests.discard()
 
+    def warm_up(self) -> None:
+        """Compiles every device function that serving needs, and changes nothing.
+
+        Raises:
+            PoolError: a request is live.
+        """
+        if self.live:
+            raise PoolError(f"requests {list(self.live)} are live; warm up before the first one")
+        nobody, group = np.int32(0), np.zeros(on_device.PAGES_PER_COPY, np.int32)
+        if self.prefixes.places:
+            self.prefixes.clear()
+            self._store = on_device.run_store(self._store, self.state, nobody, np.int32(0))
+            self._state = on_device.run_resume(
+                self.state, self._store, np.int32(0), nobody, np.int32(0), self.table_row(())
+            )
+        self._state = on_device.run_copy_pages(self.state, group, group)
+        self._state = on_device.run_write_table(self.state, np.full((self._entries, 3), -1, np.int32))
+        self._state = on_device.run_clear(self.state, nobody)
+
+    def close(self) -> None:
+        """Frees the device's memory. The pool is of no use afterwards."""
+        for leaf in jax.tree.leaves((self._state, self._store)):
+            leaf.delete()
+
     # Inside
 
     def table_row(self, pages: Sequence[int]) -> np.ndarray:

@@ -41,7 +41,7 @@ MICRO = Config(
     state_layout="twin",
     prefix_interval=4,
 )
-WALK_ROWS, STEP_ROWS = 16, 4
+STEP_ROWS = 4
 
 
 MICRO = MICRO.replace(prefix_cache_bytes=3 * snapshot_bytes(MICRO))
@@ -76,8 +76,8 @@ class Driver:
     def walk(self, pieces: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """One prefill window."""
         plan = self.pool.plan_walk({r: len(ids) for r, ids in pieces.items()})
-        batch = prefill_batch(self.config, pieces, WALK_ROWS)
-        np.testing.assert_array_equal(plan.rows(WALK_ROWS), batch.request)
+        batch = prefill_batch(self.config, pieces, self.config.prefill_tokens)
+        np.testing.assert_array_equal(plan.rows(self.config.prefill_tokens), batch.request)
         logits = np.asarray(self.pool.run(plan, lambda state: jit_prefill(self.params, state, batch)))
         return {r: logits[r] for r in pieces}
 

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gdnjax.state.device import snapshot_bytes
 from gdnjax.state.pages import Pages
 from gdnjax.state.prefix_cache import PrefixCache
 from tests.helpers import LAYOUTS, STATES, assert_close, assert_same_bits
-from tests.state.pools import Driver, bookkeeping, micro, tokens
+from tests.state.pools import MICRO, Driver, bookkeeping, micro, tokens
 
 
 def cache(pages: int = 12, places: int = 3, interval: int = 4) -> tuple[Pages, PrefixCache]:
@@ -130,12 +131,12 @@ def test_tokens_that_a_page_does_not_hold_are_refused() -> None:
 
 
 def prefill(d: Driver, request: int, prompt: list[int], cuts: list[int]) -> np.ndarray:
-    """Reads what is left of a prompt, cut at `cuts` and kept there, in windows of 16; the last logits."""
+    """Reads what is left of a prompt, cut at `cuts` and kept there; the last logits."""
     logits: Any = None
     at = d.pool.position(request)
     for end in [*cuts, len(prompt)]:
         while at < end:
-            piece = prompt[at : min(end, at + 16)]
+            piece = prompt[at : min(end, at + d.config.prefill_tokens)]
             logits = d.walk({request: piece})[request]
             at += len(piece)
         if end in cuts:
@@ -145,7 +146,7 @@ def prefill(d: Driver, request: int, prompt: list[int], cuts: list[int]) -> np.n
 
 def run(d: Driver, prompt: list[int], count: int = 6, limit: int = 40) -> tuple[int, int, list[np.ndarray]]:
     """A request's number, where it resumed, and the logits behind its prompt and of greedy steps."""
-    request = d.pool.acquire(limit, prompt=prompt)
+    request = d.pool.acquire(min(limit, d.config.max_length), prompt=prompt)
     start = d.pool.position(request)
     logits = [prefill(d, request, prompt, d.pool.prefixes.boundaries(prompt, start))]
     for _ in range(count):
@@ -230,3 +231,33 @@ def test_a_snapshot_taken_while_a_step_is_pending_is_of_the_committed_state() ->
     with pytest.raises(ValueError, match="has read 9 tokens, given 8"):
         d.pool.remember(request, tokens(8))
     assert bookkeeping(d.pool) == before
+
+
+def test_a_shared_prefix_of_300_tokens() -> None:
+    changes = dict(max_length=384, page_size=64, prefill_tokens=128, prefix_interval=64)
+    config = micro().replace(max_requests=2, prefix_cache_bytes=8 * snapshot_bytes(MICRO), **changes)
+    shared = tokens(300, 9)
+    warm, cold, whole = Driver(config), Driver(config), Driver(config)
+    run(warm, [*shared, *tokens(20, 1)], count=1, limit=384)
+    prompt = [*shared, *tokens(30, 2)]
+    request, start, found = run(warm, prompt, count=16, limit=384)
+    assert start == 256  # four whole pages
+
+    def lone(d: Driver, cuts: list[int]) -> list[np.ndarray]:
+        r = d.pool.acquire(384)
+        logits = [prefill(d, r, prompt, cuts)]
+        # fed with the tokens of the resumed one: a near-tie must not part them
+        return logits + d.feed(r, [int(x.argmax()) for x in found[:-1]])
+
+    for a, b in zip(found, lone(cold, [64, 128, 192, 256, 320]), strict=True):
+        assert_same_bits(a, b)
+    for name, values in cold.current(0).items():
+        assert_same_bits(warm.current(request)[name], values, name)
+    for a, b in zip(found, lone(whole, []), strict=True):
+        assert_close(a, b, 1e-3, "logits")
+        gap = float(b.max() - b[a.argmax()])
+        if gap > 0:
+            print(f"another token, gap {gap:.2g}")
+        assert gap < 1e-3
+    for name, values in whole.current(0).items():
+        assert_close(warm.current(request)[name], values, STATES, name)

@@ -19,11 +19,17 @@ from tests.state.pools import MICRO, Driver, bookkeeping, micro, tokens
 
 
 def taken() -> tuple[Driver, int, Snapshot]:
-    """A request after a walk and an odd number of steps, and its snapshot."""
+    """A request after two walks and an odd number of steps, in more pages than one group, and its snapshot."""
     d = Driver(micro())
-    r = d.start(tokens(14))
-    d.feed(r, [3, 4, 5])
+    r = begin(d)
     return d, r, d.pool.snapshot(r)
+
+
+def begin(d: Driver) -> int:
+    r = d.start(tokens(14))
+    d.walk({r: tokens(16, 1)})
+    d.feed(r, [3, 4, 5])
+    return r
 
 
 def assert_same(found: Snapshot, wanted: Snapshot) -> None:
@@ -39,7 +45,7 @@ def assert_same(found: Snapshot, wanted: Snapshot) -> None:
 @pytest.mark.newest
 def test_restored_it_goes_on_as_it_would_have(tmp_path: Path) -> None:
     d, r, snapshot = taken()
-    assert snapshot.position == 17 and snapshot.keys[0].shape == (17, 1, 8)
+    assert snapshot.position == 33 and snapshot.keys[0].shape == (33, 1, 8)
     d.feed(r, [9, 9])  # what happens afterwards is not in it
     save_snapshot(tmp_path / "one", snapshot)
     d.pool.release(r)
@@ -48,15 +54,14 @@ def test_restored_it_goes_on_as_it_would_have(tmp_path: Path) -> None:
     assert_same(loaded, snapshot)
 
     alone = Driver(micro())
-    s = alone.start(tokens(14))
-    alone.feed(s, [3, 4, 5])
+    s = begin(alone)
     wanted = alone.feed(s, [7, 8, 9, 10, 11])
     # the layout is free: the values are the same
     other = Driver(micro("in_place"))
     other.start(tokens(6, 9))
     for pool, source in ((d, snapshot), (d, loaded), (other, loaded)):
         restored = pool.pool.restore(source, 40, reserve=20)
-        assert pool.pool.position(restored) == 17
+        assert pool.pool.position(restored) == 33
         pool.pool.check(device=True)
         found = pool.feed(restored, [7, 8, 9, 10, 11])
         for a, b in zip(found, wanted, strict=True):
@@ -73,8 +78,8 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(PoolError, match=f"request {empty} has no tokens yet"):
         d.pool.snapshot(empty)
     before = bookkeeping(d.pool)
-    with pytest.raises(ValueError, match=r"limit = 16; it takes 17 "):
-        d.pool.restore(snapshot, 16)
+    with pytest.raises(ValueError, match=r"limit = 32; it takes 33 "):
+        d.pool.restore(snapshot, 32)
     with pytest.raises(CheckpointError, match=r"the snapshot: .* state_dtype = bfloat16, the config has 'float32'"):
         d.pool.restore(dataclasses.replace(snapshot, config=MICRO.replace(state_dtype="bfloat16")), 40)
     assert bookkeeping(d.pool) == before
@@ -85,12 +90,12 @@ def test_refusals(tmp_path: Path) -> None:
         save_snapshot(path, snapshot)
     with pytest.raises(CheckpointError, match=r"saved with vocab_size = 32, the config has 64"):
         load_snapshot(path, MICRO.replace(vocab_size=64))
-    with pytest.raises(CheckpointError, match=r"position = 17; it takes an integer from 1 to max_length = 16"):
+    with pytest.raises(CheckpointError, match=r"position = 33; it takes an integer from 1 to max_length = 16"):
         load_snapshot(path, MICRO.replace(max_length=16))
     manifest = json.loads((path / "gdnjax.json").read_text())
-    for value in (-1, 0, True, "17", None, 16):
+    for value in (-1, 0, True, "33", None, 32):
         (path / "gdnjax.json").write_text(json.dumps({**manifest, "position": value}))
-        with pytest.raises(CheckpointError, match=r"position = |'keys.0' is float32 \[17, 1, 8\]; .* \[16, 1, 8\]"):
+        with pytest.raises(CheckpointError, match=r"position = |'keys.0' is float32 \[33, 1, 8\]; .* \[32, 1, 8\]"):
             load_snapshot(path, MICRO)
     (path / "gdnjax.json").write_text(json.dumps({**manifest, "kind": "state"}))
     with pytest.raises(CheckpointError, match=r"kind = 'state'; .* takes 'snapshot'"):

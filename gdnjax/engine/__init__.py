@@ -1,0 +1,6 @@
+"""Continuous batching: many requests, arriving and ending at any moment, on one state."""
+
+from gdnjax.engine.engine import Engine, QueueFull
+from gdnjax.engine.handle import Handle, Piece, Usage
+
+__all__ = ["Engine", "Handle", "Piece", "QueueFull", "Usage"]

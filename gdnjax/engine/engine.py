@@ -1,0 +1,404 @@
+"""The engine: requests come and go at any moment, and every step serves all that can run.
+
+One step reads a window of prompts (if any is waiting to be read), decodes one token of every request that
+has read its prompt, and only then looks at the tokens of the step before: what the host decides never waits
+for the device. A request that has ended is therefore stepped once more, for nothing.
+
+    engine = Engine(gdnjax.load("tiny"))
+    engine.warm_up()
+    handle = engine.submit("Once upon a time", max_new_tokens=40)
+    for piece in engine.stream(handle):
+        print(piece.text, end="")
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from gdnjax.engine import scheduler
+from gdnjax.engine.handle import FinishReason, Handle, Piece
+from gdnjax.engine.launcher import Flight, Launcher, ScoreFlight
+from gdnjax.engine.submission import make_handle
+from gdnjax.generation.generate import NonFiniteLogitsError
+from gdnjax.generation.loop import NOT_FINITE
+from gdnjax.generation.sampling import SamplingParams
+from gdnjax.model.step import BACKEND
+from gdnjax.platform import debug_mode
+from gdnjax.sizes import derive_limits
+from gdnjax.state.batch import check_ids
+from gdnjax.state.pages import NoRoom, OutOfPages
+from gdnjax.state.pool import StatePool
+
+if TYPE_CHECKING:
+    from gdnjax.lm import LanguageModel
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may: try again later."""
+
+
+class Engine:
+    """Continuous batching over a loaded model.
+
+    `submit` and `cancel` may be called from any thread and never wait for a step; one thread at a time steps.
+
+    Args:
+        lm: the model.
+        max_requests, kv_tokens: limits; None derives them from the device's memory (`derive_limits`).
+        chunk_tokens: most prompt tokens that one step reads while others decode, so that they do not wait
+            long; None is `prefill_tokens`, as when nobody decodes.
+        max_waiting: requests that may wait; more are refused with `QueueFull`.
+        overcommit: admit requests by their prompts instead of the longest that they may grow to. More run
+            at once; when KV pages run out, the last in order of service is preempted: it waits, and reads
+            again what it had.
+        clock: seconds, for deadlines.
+
+    Raises:
+        ValueError: limits that the memory does not hold.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        max_requests: int | None = None,
+        kv_tokens: int | None = None,
+        chunk_tokens: int | None = 256,
+        max_waiting: int = 1024,
+        overcommit: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.lm = lm
+        self.config = config = derive_limits(lm.config, max_requests, kv_tokens)
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens = {chunk_tokens}; it takes an integer >= 1, or None")
+        self._make_pool()
+        self._chunk = config.prefill_tokens if chunk_tokens is None else min(chunk_tokens, config.prefill_tokens)
+        self._max_waiting, self._overcommit, self._clock = max_waiting, overcommit, clock
+        # What other threads have left at the door, for the next step to take in.
+        self._door = threading.Lock()
+        self._arrived: list[Handle] = []
+        self._cancelled: list[Handle] = []
+        self._queue = scheduler.Queue()
+        self._running: dict[int, Handle] = {}
+        self._number = 0
+        self._lock = threading.RLock()
+        self._debug = debug_mode()
+        self.counters: collections.Counter[str] = collections.Counter()
+
+    # Requests
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        *,
+        stop_ids: Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
+        priority: int = 0,
+        timeout: float | None = None,
+        prompt_logprobs: bool = False,
+        on_piece: Callable[[Piece | None], None] | None = None,
+    ) -> Handle:
+        """Adds a request; it runs as `step` is called.
+
+        Args:
+            prompt: a text or token ids.
+            max_new_tokens: most new tokens; a request also ends at `max_length`.
+            sampling: how to sample; None is greedy.
+            stop_ids: ids that end it; None takes the checkpoint's, () never stops early.
+            stop: strings that end it; its text is cut before them.
+            priority: higher is served first.
+            timeout: seconds from now after which it ends with `deadline`, whatever it has by then.
+            prompt_logprobs: also score the prompt's tokens (`Handle.prompt_logprobs`). It is then read in short
+                windows, and resumes from no shared prefix.
+            on_piece: called with every piece as it comes, by the thread that steps, and with None at the end.
+
+        Raises:
+            ValueError: what cannot run; the message says what it takes.
+            QueueFull: too many wait.
+        """
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout = {timeout!r}; it takes a number of seconds > 0, or None")
+        handle = make_handle(self.lm, self.config, prompt, max_new_tokens, sampling, stop_ids, stop)
+        handle.priority, handle.scoring, handle.on_piece = priority, prompt_logprobs, on_piece
+        handle.deadline = None if timeout is None else self._clock() + timeout
+        self._enter(handle)
+        return handle
+
+    def _enter(self, handle: Handle) -> None:
+        pages = self.pool.pages
+        if pages.for_tokens(handle.limit) > pages.count:
+            raise ValueError(
+                f"a prompt of {len(handle.prompt)} tokens and {handle.max_new_tokens} new ones do not fit into "
+                f"kv_tokens = {self.config.kv_tokens}; ask for fewer, or raise kv_tokens"
+            )
+        with self._door:
+            if self.waiting >= self._max_waiting:
+                raise QueueFull(f"{self.waiting} requests wait, as many as max_waiting takes; try again later")
+            handle.number = self._number
+            self._number += 1
+            self._arrived.append(handle)
+            self.counters["submitted"] += 1
+
+    def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
+        """The log-probability of each token of a continuation behind a prompt and the tokens before it.
+
+        Steps until it is there. Errors as in `submit`; both take at least one token.
+        """
+        for name, ids in (("prompt", prompt), ("continuation", continuation)):
+            if not len(ids):
+                raise ValueError(f"the {name} is empty; it takes at least one token")
+        check_ids(continuation, self.config.vocab_size)
+        *ids, last = *prompt, *continuation
+        handle = make_handle(self.lm, self.config, ids, 1, stop_ids=())
+        handle.scoring, handle.followed_by = True, int(last)
+        self._enter(handle)
+        while not handle.done:
+            self.step()
+        return handle.prompt_logprobs[len(prompt) - 1 :]
+
+    def cancel(self, handle: Handle) -> None:
+        """Ends a request now; one that has ended stays as it is."""
+        with self._door:
+            self._cancelled.append(handle)
+        # Now, unless a step is running: then that takes it in, or the next one.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_in()
+            finally:
+                self._lock.release()
+
+    def _take_in(self) -> None:
+        with self._door:
+            arrived, self._arrived = self._arrived, []
+            cancelled, self._cancelled = self._cancelled, []
+            for handle in arrived:
+                self._queue.push(handle)
+        for handle in cancelled:
+            if not handle.done:
+                self._finish(handle, "cancelled")
+
+    def stream(self, handle: Handle) -> Iterator[Piece]:
+        """What a request produces, as it comes. Calls `step` itself while there is nothing to hand out."""
+        while True:
+            ended, came = handle.done, bool(handle.pieces)
+            while handle.pieces:
+                yield handle.pieces.popleft()
+            if ended:
+                return
+            if not came:
+                self.step()
+
+    def run(self) -> None:
+        """Steps until every request has ended."""
+        while self.step():
+            pass
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not been admitted, or were preempted."""
+        return len(self._queue) + len(self._arrived)
+
+    @property
+    def running(self) -> int:
+        """Requests that have been admitted and have not ended."""
+        return len(self._running)
+
+    # Steps
+
+    def step(self) -> bool:
+        """One step of everything that can run.
+
+        Returns:
+            Whether something is left to do.
+
+        Raises:
+            NonFiniteLogitsError: in debug mode (`GDNJAX_DEBUG=1`), where a request's logits are NaN or infinite;
+                otherwise that request ends with `error`.
+            Exception: whatever the device raises. All requests that ran then wait, and go on with the next step.
+        """
+        with self._lock:
+            self._take_in()
+            for handle in scheduler.expired([*self._queue, *self._running.values()], self._clock()):
+                self._finish(handle, "deadline")
+            self._admit()
+            behind = self._launcher.take()
+            try:
+                self._read()
+                self._decode(behind)
+                self._receive(behind)
+            except NonFiniteLogitsError:
+                raise
+            except Exception:
+                self._start_over()
+                raise
+            return bool(self.waiting or self._running or self._launcher.flights)
+
+    def _admit(self) -> None:
+        while (handle := self._queue.head()) is not None:
+            ids = [*handle.prompt, *handle.tokens]
+            reserve = min(len(ids) + 1, handle.limit) if self._overcommit else None
+            try:
+                request = self.pool.acquire(handle.limit, None if handle.scoring else ids, reserve)
+            except NoRoom:
+                return
+            self._queue.remove(handle)
+            start = self.pool.position(request)
+            handle.request, handle.to_read, handle.sent = request, ids, len(handle.tokens)
+            handle.cuts = self.pool.prefixes.boundaries(ids, start)
+            if not handle.preemptions:
+                handle.cached = start
+            handle.prompt_logprobs.clear()
+            self._running[request] = handle
+            self._launcher.admit(handle)
+
+    def _read(self) -> None:
+        """Reads one window of prompts."""
+        position = self.pool.position
+        behind = sorted((h for h in self._running.values() if not self._has_read(h)), key=scheduler.rank)
+        if not behind:
+            return
+        budget, pieces = self._chunk, self._launcher.pieces
+        if len(behind) == len(self._running):
+            budget = self.config.prefill_tokens
+        if behind[0].scoring:
+            budget, pieces = min(budget, self._launcher.score_rows), 1
+        unscored = [h for h in behind if not h.scoring] if not behind[0].scoring else behind[:1]
+        waiting = [(r, position(r), len(h.to_read), h.cuts) for h in unscored if (r := h.request) is not None]
+        plan = self.pool.plan_walk(scheduler.windows(waiting, budget, pieces))
+        self._launcher.read(plan, self._running)
+        self.counters["prefill_tokens"] += sum(plan.counts)
+        for request in plan.requests:
+            read = self._running[request].to_read[: position(request)]
+            if len(read) in self._running[request].cuts:
+                self.counters["prefixes_kept"] += self.pool.remember(request, read)
+
+    def _decode(self, behind: list[Flight | ScoreFlight]) -> None:
+        """One token of every request that has read its prompt and may have more."""
+        most = self._launcher.row_buckets[-1]
+        while True:
+            ready = [r for r, h in self._running.items() if self._has_read(h) and h.sent < h.max_new_tokens]
+            if not ready:
+                return
+            try:
+                plans = [self.pool.plan_decode(ready[at : at + most]) for at in range(0, len(ready), most)]
+                break
+            except OutOfPages:
+                self._make_room(behind)
+        for plan in plans:
+            self._launcher.decode(plan, self._running)
+        self.counters["decode_steps"] += 1
+
+    def _has_read(self, handle: Handle) -> bool:
+        return handle.request is not None and self.pool.position(handle.request) >= len(handle.to_read)
+
+    def _make_room(self, behind: list[Flight | ScoreFlight]) -> None:
+        """Frees KV pages: by what is about to end, else by preempting the last in order of service."""
+        flights = [*behind, *self._launcher.take()]
+        if flights:
+            behind.clear()
+            before = len(self._running)
+            self._receive(flights)
+            if len(self._running) < before:
+                return
+        handle = scheduler.victim(self._running)
+        assert handle.request is not None
+        self.pool.release(handle.request)
+        del self._running[handle.request]
+        handle.request = None
+        handle.preemptions += 1
+        self.counters["preemptions"] += 1
+        self._queue.push(handle)
+
+    def _start_over(self) -> None:
+        """Puts everybody back into the queue, and makes a new pool: the old one's state may be lost.
+
+        Tokens that were on their way come again, the same ones: a draw depends on the seed and its number.
+        """
+        for handle in self._running.values():
+            handle.request = None
+            handle.preemptions += 1
+            self._queue.push(handle)
+        self._running.clear()
+        # Not two pools at a time: one may fill the memory.
+        self.pool.close()
+        self._make_pool()
+
+    def _make_pool(self) -> None:
+        self.pool = StatePool(self.config, BACKEND)
+        self._launcher = Launcher(self.lm.params, self.pool)
+
+    def _receive(self, flights: Sequence[Flight | ScoreFlight]) -> None:
+        """Takes the tokens of flights, in order."""
+        broken: list[int] = []
+        for flight in flights:
+            if isinstance(flight, ScoreFlight):
+                handle = flight.handle
+                # Behind the prompt's last token there is nothing to score, unless the caller has said what.
+                most = len(handle.prompt) - (handle.followed_by is None)
+                handle.prompt_logprobs += np.asarray(flight.logprobs)[: flight.count].tolist()
+                del handle.prompt_logprobs[most:]
+                continue
+            tokens, logprobs = np.asarray(flight.emission.token), np.asarray(flight.emission.logprob)
+            for row, handle in enumerate(flight.handles):
+                if handle is None or handle.done:
+                    continue
+                token = int(tokens[row])
+                if token == NOT_FINITE:
+                    self._finish(handle, "error")
+                    broken.append(handle.number)
+                    continue
+                handle.logprobs.append(float(logprobs[row]))
+                handle.tokens.append(token)
+                self.counters["generated_tokens"] += 1
+                more = handle.collector.push(token, float(logprobs[row]))
+                if not more or len(handle.tokens) == handle.max_new_tokens:
+                    self._finish(handle, "length" if more else "stop")
+        if broken and self._debug:
+            raise NonFiniteLogitsError(
+                f"requests {broken}: the logits are NaN or infinite; check the weights, or load them with "
+                "dtype='float32'"
+            )
+
+    def _finish(self, handle: Handle, reason: FinishReason) -> None:
+        handle.collector.result(logprobs=False)  # hands out the text that it held back
+        handle.finish_reason = reason
+        self.counters[f"finished_{reason}"] += 1
+        if handle.request is None:
+            self._queue.remove(handle)
+        else:
+            self.pool.release(handle.request)
+            del self._running[handle.request]
+            handle.request = None
+        if handle.on_piece is not None:
+            handle.on_piece(None)
+
+    # Warming up
+
+    def warm_up(self, progress: bool = False) -> None:
+        """Compiles everything that serving can need, so that no request waits for it.
+
+        Args:
+            progress: show a progress bar.
+
+        Raises:
+            PoolError: requests are running.
+        """
+        with self._lock:
+            tasks = list(self._launcher.warming())
+            if progress:
+                from rich.progress import track
+
+                tasks = track(tasks, description="compiling", transient=True)
+            for task in tasks:
+                task()
+            jax.block_until_ready((self.pool.state, self._launcher.slate))

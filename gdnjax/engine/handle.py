@@ -1,0 +1,94 @@
+"""A request as its caller sees it, and what the engine notes about it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from gdnjax.generation.collect import Collector
+from gdnjax.generation.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from gdnjax.engine.programs import Mode
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+"""`stop`: a stop id or string. `length`: `max_new_tokens`, or `max_length`. `error`: NaN in the logits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Tokens of a request: of its prompt, of them those resumed from a shared prefix, and new ones."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    preemptions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New tokens of a request, with their log-probabilities, and new text. Text may lag behind: what could
+    become a stop string, or is half a character, waits."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+
+
+@dataclasses.dataclass(eq=False)
+class Handle:
+    """One submitted request.
+
+    * `number`: counts the requests of an engine.
+    * `prompt`: its token ids. `tokens`, `logprobs`, `text`: what has come so far; text without a stop
+      string, None without a tokenizer.
+    * `prompt_logprobs`: of every token of the prompt but the first, if asked for: its log-probability behind
+      those before it.
+    * `finish_reason`: None while it runs.
+    * `pieces`: what has come and `Engine.stream` has not yet handed out.
+    * `on_piece`: called with every piece by the thread that steps, and with None at the end.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+    mode: Mode
+    collector: Collector
+    deadline: float | None = None
+    priority: int = 0
+    number: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    text: str | None = None
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    pieces: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
+    on_piece: Callable[[Piece | None], None] | None = None
+
+    # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, and where
+    # prefixes of that are kept; tokens whose sampling was sent; whether what it reads is scored, and the token
+    # that follows the prompt, scored too.
+    request: int | None = None
+    to_read: list[int] = dataclasses.field(default_factory=list)
+    cuts: list[int] = dataclasses.field(default_factory=list)
+    sent: int = 0
+    scoring: bool = False
+    followed_by: int | None = None
+    cached: int = 0
+    preemptions: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of prompt and answer."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt), self.cached, len(self.tokens), self.preemptions)

@@ -1,0 +1,167 @@
+"""Puts an engine's work on the device and never waits for it: windows, decode steps, sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gdnjax.engine import programs
+from gdnjax.engine.handle import Handle
+from gdnjax.engine.programs import MODES, new_slate, settings
+from gdnjax.engine.scheduler import row_buckets, smallest, token_buckets
+from gdnjax.generation.loop import Emission
+from gdnjax.generation.sampling import SamplingParams
+from gdnjax.state.batch import Batch
+from gdnjax.state.pool import StatePool
+from gdnjax.state.requests import Plan
+from gdnjax.weights.declaration import Params
+
+PIECES = 16
+"""Most requests whose prompts one window reads."""
+SCORE_ROWS = 64
+"""Rows of a window whose tokens are scored: each has logits over the whole vocabulary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """Tokens on their way: row i of `emission` is for `handles[i]` (None: a row of somebody else)."""
+
+    emission: Emission
+    handles: tuple[Handle | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreFlight:
+    """Log-probabilities of given tokens on their way: the first `count` of `logprobs`."""
+
+    logprobs: jax.Array
+    handle: Handle
+    count: int
+
+
+class Launcher:
+    """What of an engine lives on the device, beside the pool.
+
+    `flights` are launched and not yet fetched, in order; whoever fetches them clears the list.
+    """
+
+    def __init__(self, params: Params, pool: StatePool):
+        self.params, self.pool, config = params, pool, pool.config
+        self.slate = new_slate(config)
+        self.row_buckets = row_buckets(config.max_requests)
+        self.token_buckets = token_buckets(config.prefill_tokens)
+        self.score_rows = min(SCORE_ROWS, config.prefill_tokens)
+        self.pieces = min(PIECES, config.max_requests)
+        self.flights: list[Flight | ScoreFlight] = []
+
+    def take(self) -> list[Flight | ScoreFlight]:
+        """The flights, which are the caller's now."""
+        taken, self.flights = self.flights, []
+        return taken
+
+    def admit(self, handle: Handle) -> None:
+        """Writes what a request samples with."""
+        assert handle.request is not None
+        number, vocab = np.int32(handle.request), self.pool.config.vocab_size
+        self.slate = programs.run_admit(self.slate, number, np.int32(handle.sent), *settings(handle.sampling))
+        if handle.mode == "penalized":
+            in_prompt = np.zeros(vocab, np.bool_)
+            in_prompt[list(handle.prompt)] = True
+            in_output = np.bincount(handle.tokens, minlength=vocab).astype(np.int32)
+            self.slate = programs.run_admit_penalties(self.slate, number, in_prompt, in_output)
+
+    def read(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
+        """Reads a window of prompts, and samples the first token of those that it completes."""
+        pieces = [handles[r].to_read[at:end] for r, (at, end) in plan.writes.items()]
+        ids = [token for piece in pieces for token in piece]
+        last = np.zeros(self.pieces, np.int32)
+        last[: len(pieces)] = np.cumsum(plan.counts) - 1
+        scored = next((handles[r] for r in plan.requests if handles[r].scoring), None)
+        rows = smallest(self.token_buckets, len(ids)) if scored is None else self.score_rows
+        tokens = np.zeros(rows, np.int32)
+        tokens[: len(ids)] = ids
+        batch = _batch(tokens, plan.rows(rows), last)
+        if scored is None:
+            logits = self.pool.run(plan, lambda state: programs.run_prefill(self.params, state, batch))
+        else:
+            ((_, end),) = plan.writes.values()
+            targets = np.zeros(rows, np.int32)
+            following = [*scored.to_read[end - len(ids) + 1 : end + 1], scored.followed_by or 0]
+            targets[: len(ids)] = following[: len(ids)]
+            logits, logprobs = self.pool.run(plan, lambda state: programs.run_score(self.params, state, batch, targets))
+            logprobs.copy_to_host_async()
+            self.flights.append(ScoreFlight(logprobs, scored, len(ids)))
+        complete = [r if end == len(handles[r].to_read) else None for r, (_, end) in plan.writes.items()]
+        self._draw(logits, complete, handles, self.pieces)
+
+    def decode(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
+        """One token of each of the plan's requests."""
+        rows = smallest(self.row_buckets, len(plan.requests))
+        request, token = plan.rows(rows), self.slate.token
+        logits = self.pool.run(
+            plan, lambda state: programs.run_decode(self.params, state, token, request), commits=True
+        )
+        self._draw(logits, plan.requests, handles, rows)
+
+    def _draw(
+        self, logits: jax.Array, requests: Sequence[int | None], handles: Mapping[int, Handle], rows: int
+    ) -> None:
+        """Samples for the rows that have a request, each by its own sampler."""
+        owners = [None if r is None else handles[r] for r in requests]
+        for mode in MODES:
+            mine = [h if h is not None and h.mode == mode else None for h in owners]
+            if not any(h is not None for h in mine):
+                continue
+            numbers = np.full(rows, -1, np.int32)
+            for row, (handle, request) in enumerate(zip(mine, requests, strict=True)):
+                if handle is not None and request is not None:
+                    numbers[row] = request
+                    handle.sent += 1
+            self.slate, emission = programs.run_draw(self.slate, logits, numbers, mode=mode)
+            emission.token.copy_to_host_async()
+            emission.logprob.copy_to_host_async()
+            self.flights.append(Flight(emission, tuple(mine)))
+
+    def warming(self) -> Iterator[Callable[[], Any]]:
+        """Calls that together compile everything that serving can need; they change nothing."""
+        yield self.pool.warm_up
+        yield self._warm_admission
+        for rows in self.token_buckets:
+            yield lambda rows=rows: self._warm_window(rows)
+        yield self._warm_score
+        for rows in sorted({*self.row_buckets, self.pieces}):
+            yield lambda rows=rows: self._warm_decode(rows)
+
+    def _warm_admission(self) -> None:
+        vocab, nobody = self.pool.config.vocab_size, np.int32(0)
+        self.slate = programs.run_admit(self.slate, nobody, np.int32(0), *settings(SamplingParams()))
+        nothing = np.zeros(vocab, np.bool_), np.zeros(vocab, np.int32)
+        self.slate = programs.run_admit_penalties(self.slate, nobody, *nothing)
+
+    def _padding(self, rows: int) -> Batch:
+        return _batch(np.zeros(rows, np.int32), np.full(rows, -1, np.int32), np.zeros(self.pieces, np.int32))
+
+    def _warm_window(self, rows: int) -> None:
+        batch = self._padding(rows)
+        self.pool.run((), lambda state: programs.run_prefill(self.params, state, batch))
+
+    def _warm_score(self) -> None:
+        batch, targets = self._padding(self.score_rows), np.zeros(self.score_rows, np.int32)
+
+        self.pool.run((), lambda state: programs.run_score(self.params, state, batch, targets))
+
+    def _warm_decode(self, rows: int) -> None:
+        nobody, token = np.full(rows, -1, np.int32), self.slate.token
+        logits = self.pool.run((), lambda state: programs.run_decode(self.params, state, token, nobody))
+        for mode in MODES:
+            self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode)
+
+
+def _batch(tokens: np.ndarray, request: np.ndarray, logits_rows: np.ndarray) -> Batch:
+    # From the host: jit moves them, and no array is compiled for.
+    arrays: Any = (tokens, request, logits_rows)
+    return Batch(*arrays)

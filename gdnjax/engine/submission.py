@@ -1,0 +1,56 @@
+"""From what a caller asks for to a handle: every refusal that needs no state happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gdnjax.config import Config
+from gdnjax.engine.handle import Handle, Piece
+from gdnjax.engine.programs import mode_of
+from gdnjax.generation.collect import Collector
+from gdnjax.generation.generate import Request, check_requests
+from gdnjax.generation.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from gdnjax.lm import LanguageModel
+
+
+def make_handle(
+    lm: LanguageModel,
+    config: Config,
+    prompt: str | Sequence[int],
+    max_new_tokens: int,
+    sampling: SamplingParams | None = None,
+    stop_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
+) -> Handle:
+    """The handle of a request that nobody runs yet. Arguments and errors as in `Engine.submit`."""
+    tokenizer = lm.tokenizer
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("prompt is text, and this model has no tokenizer; give a list of token ids")
+        prompt = tokenizer.encode(prompt)
+    ids = config.generation.stop_ids if stop_ids is None else tuple(stop_ids)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if stop and tokenizer is None:
+        raise ValueError(f"stop = {list(stop)!r} needs a tokenizer, and this model has none; use stop_ids")
+    if not all(isinstance(s, str) and s for s in stop):
+        raise ValueError(f"stop = {list(stop)!r}; it takes strings of at least one character")
+    sampling = SamplingParams() if sampling is None else sampling
+    prompt = [int(i) for i in prompt]
+    (most,) = check_requests(config, [Request(prompt, max_new_tokens, sampling)], ids)
+    collector = Collector(0, len(prompt), tokenizer, ids, stop, None)
+    handle = Handle(tuple(prompt), most, sampling, mode_of(sampling), collector, text=None if tokenizer is None else "")
+    collector.listen(lambda _, tokens, text: _hear(handle, tokens, text))
+    return handle
+
+
+def _hear(handle: Handle, tokens: list[int], text: str) -> None:
+    if handle.text is not None:
+        handle.text += text
+    logprobs = handle.logprobs[len(handle.logprobs) - len(tokens) :]
+    piece = Piece(tuple(tokens), tuple(logprobs), text)
+    handle.pieces.append(piece)
+    if handle.on_piece is not None:
+        handle.on_piece(piece)
