@@ -30,11 +30,11 @@ from gdnjax.generation.generate import NonFiniteLogitsError
 from gdnjax.generation.loop import NOT_FINITE
 from gdnjax.generation.sampling import SamplingParams
 from gdnjax.model.step import BACKEND
-from gdnjax.platform import debug_mode
 from gdnjax.sizes import derive_limits
 from gdnjax.state.batch import check_ids
 from gdnjax.state.pages import NoRoom, OutOfPages
 from gdnjax.state.pool import StatePool
+from pallas_kernels.debug import debug_level
 
 if TYPE_CHECKING:
     from gdnjax.lm import LanguageModel
@@ -90,7 +90,7 @@ class Engine:
         self._running: dict[int, Handle] = {}
         self._number = 0
         self._lock = threading.RLock()
-        self._debug = debug_mode()
+        self._debug = debug_level() > 0
         self.counters: collections.Counter[str] = collections.Counter()
 
     # Requests
