@@ -27,7 +27,7 @@ help:
 	@echo "make format    ruff format, and ruff's safe fixes"
 	@echo "make types     pyright"
 	@echo "make amd-check compile kernels and programs for two AMD GPUs (needs gcc, no GPU)"
-	@echo "make amd-check-all   the same for five AMD GPUs and three sizes of programs"
+	@echo "make amd-check-all   the same for five AMD GPUs, all shapes and three sizes of programs"
 	@echo "make amd-docs  make amd-check-all's figures the tables of docs/amd.md"
 	@echo "make wheel     build dist/*.whl"
 	@echo "make clean     remove environments, caches and build products"
@@ -78,7 +78,7 @@ test-newest test-middle:
 endif
 
 amd-check: amd-tools .venv-amd/.stamp-amd-$(JAX_AMD)
-	.venv-amd/bin/gdnjax amd-check --arch gfx942,gfx1201 --config 0.8b
+	.venv-amd/bin/gdnjax amd-check --arch gfx942,gfx1201 --config 0.8b --quick
 
 amd-check-all: amd-tools .venv-amd/.stamp-amd-$(JAX_AMD)
 	.venv-amd/bin/gdnjax amd-check $(AMD_ALL)

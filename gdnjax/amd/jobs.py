@@ -26,6 +26,7 @@ class Job:
     """* `kind`, `name`: a kernel of `gdnjax.amd.kernels`, or a program of `gdnjax.amd.programs`.
     * `config`: the program's config; empty for a kernel, which has its own list of shapes.
     * `rows`: rows of a decode step.
+    * `quick`: a kernel's shapes of `gdnjax.amd.kernels.QUICK_SHAPES` only.
     """
 
     kind: Literal["kernel", "program"]
@@ -33,6 +34,7 @@ class Job:
     arch: str
     rows: int
     config: str = ""
+    quick: bool = False
 
     def __str__(self) -> str:
         return ", ".join(part for part in (self.name, self.config, self.arch) if part)
@@ -52,13 +54,17 @@ class Findings:
         self.failures += other.failures
 
 
-def make_jobs(archs: Sequence[str], configs: Sequence[str], rows: int) -> list[Job]:
-    """The longest first, so that the cores finish together: programs, then kernels from the table's end."""
-    from gdnjax.amd.kernels import KERNELS
-    from gdnjax.amd.programs import PROGRAMS
+def make_jobs(archs: Sequence[str], configs: Sequence[str], rows: int, quick: bool = False) -> list[Job]:
+    """The longest first, so that the cores finish together: programs, then kernels from the table's end.
 
-    programs = [Job("program", name, arch, rows, c) for c in configs for arch in archs for name in PROGRAMS]
-    return programs + [Job("kernel", name, arch, rows) for name in reversed(KERNELS) for arch in archs]
+    `quick` leaves out shapes of kernels, and the program that is a loop over another one.
+    """
+    from gdnjax.amd.kernels import KERNELS
+    from gdnjax.amd.programs import LOOP, PROGRAMS
+
+    names = [name for name in PROGRAMS if not (quick and name == LOOP)]
+    programs = [Job("program", name, arch, rows, config) for config in configs for arch in archs for name in names]
+    return programs + [Job("kernel", name, arch, rows, quick=quick) for name in reversed(KERNELS) for arch in archs]
 
 
 def run_jobs(

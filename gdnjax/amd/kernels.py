@@ -29,6 +29,8 @@ PAGE_SIZE = 64
 PREFILL_ROWS = 1024
 """Rows of a prefill, whatever the number of decode rows: the default `prefill_tokens`."""
 PREFILL_LENGTHS = [PREFILL_ROWS // 4] * 4
+QUICK_SHAPES = ("0.8B", "9B", "27B")
+"""One shape for each number of value heads a key head that a supported model has: 1, 2 and 3."""
 STATES = ((jnp.float32, ""), (jnp.bfloat16, ", bf16 state"))
 """Dtypes of the recurrent pool, and what they add to a shape's name."""
 

@@ -18,6 +18,7 @@ from gdnjax.weights.declaration import abstract_params
 from gdnjax.weights.packing import pack
 
 LOOP_STEPS = 16
+LOOP = "decode_loop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _decode_loop(config: Config) -> Program:
 PROGRAMS: dict[str, Callable[[Config], Program]] = {
     "decode_step": _decode_step,
     "prefill": _prefill,
-    "decode_loop": _decode_loop,
+    LOOP: _decode_loop,
 }
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdnjax.cli import UsageError, add_json_flag, print_json
+
+if TYPE_CHECKING:
+    from gdnjax.amd.jobs import Findings, Job
 
 
 def add_parser(commands: Any) -> None:
@@ -16,12 +19,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--arch", metavar="LIST", default="gfx942,gfx1201", help="such as gfx942,gfx950 (%(default)s)")
     parser.add_argument("--config", metavar="LIST", default="0.8b", help="shapes of the programs (%(default)s)")
     parser.add_argument("--rows", type=int, metavar="N", default=64, help="rows of a decode step (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes of kernels, and no program of many steps")
     add_json_flag(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from gdnjax.amd.environment import prepare
+    from gdnjax.amd.jobs import make_jobs
     from gdnjax.amd.targets import TARGETS
     from gdnjax.config import preset_names
 
@@ -30,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rows < 1:
         raise UsageError(f"--rows {args.rows}: it takes an integer >= 1")
     environment = prepare()
-    findings = _compile(archs, configs, args.rows, environment)
+    findings = _compile(make_jobs(archs, configs, args.rows, args.quick), environment)
     if args.json:
         print_json({"kernels": findings.kernels, "programs": findings.programs, "failures": findings.failures})
     else:
@@ -46,14 +51,13 @@ def _choices(flag: str, text: str, known: list[str]) -> list[str]:
     return chosen
 
 
-def _compile(archs: list[str], configs: list[str], rows: int, environment: dict[str, str]) -> Any:
+def _compile(jobs: list[Job], environment: dict[str, str]) -> Findings:
     """Findings of all jobs; progress on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from gdnjax.amd.jobs import Job, make_jobs, run_jobs
+    from gdnjax.amd.jobs import run_jobs
 
-    jobs = make_jobs(archs, configs, rows)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("compiling", total=len(jobs))
@@ -64,7 +68,7 @@ def _compile(archs: list[str], configs: list[str], rows: int, environment: dict[
         return run_jobs(jobs, environment, done)
 
 
-def _print(findings: Any) -> None:
+def _print(findings: Findings) -> None:
     from gdnjax.amd.report import KERNEL_COLUMNS, PROGRAM_COLUMNS, markdown, merged
 
     print("Compiled for AMD GPUs; nothing was run on one.\n")

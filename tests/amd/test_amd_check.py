@@ -44,7 +44,9 @@ def test_json(ran: dict[str, Any], capsys: Capture) -> None:
     assert main(["amd-check", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"kernels": [KERNEL], "programs": [PROGRAM], "failures": []}
     assert {(job.arch, job.rows) for job in ran["jobs"]} == {("gfx942", 64), ("gfx1201", 64)}
-    assert {job.config for job in ran["jobs"]} == {"", "0.8b"}
+    assert {job.config for job in ran["jobs"]} == {"", "0.8b"} and not any(job.quick for job in ran["jobs"])
+    assert main(["amd-check", "--quick", "--json"]) == 0
+    assert {job.quick for job in ran["jobs"] if job.kind == "kernel"} == {True}
 
 
 def test_tables(ran: dict[str, Any], capsys: Capture) -> None:

@@ -35,6 +35,12 @@ def test_every_kernel_and_program_has_a_job() -> None:
     assert {j.rows for j in made} == {64}
 
 
+def test_a_quick_check_leaves_out_the_loop() -> None:
+    made = make_jobs(["gfx942"], ["0.8b"], 64, quick=True)
+    assert {j.name for j in made} == set(PROGRAMS) - {"decode_loop"} | set(KERNELS)
+    assert all(j.quick for j in made if j.kind == "kernel")
+
+
 def test_results_are_sorted_by_kind() -> None:
     text = "\n".join(map(json.dumps, [{"kernel": ROW}, {"failure": "it spills"}, {"program": {"rows": 1}}]))
     assert read_results(text) == Findings([ROW], [{"rows": 1}], ["it spills"])

@@ -27,7 +27,12 @@ Compile = Callable[[TritonKernel, Target], MachineCode]
 
 
 def reports_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cases: list[Case], compiler: Compile, side: rules.Side = "decode"
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    cases: list[Case],
+    compiler: Compile,
+    side: rules.Side = "decode",
+    quick: bool = False,
 ) -> list[tuple[str, Any]]:
     def listed(rows: int) -> Iterator[Case]:
         assert rows == 32
@@ -38,7 +43,7 @@ def reports_of(
     reported: list[tuple[str, Any]] = []
     with (tmp_path / "stderr").open("w+") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        job = Job("kernel", "stand_in", "gfx1201", 32)
+        job = Job("kernel", "stand_in", "gfx1201", 32, quick=quick)
         worker.compile_kernels(job, lambda kind, value: reported.append((kind, value)))
     return reported
 
@@ -59,6 +64,13 @@ def test_every_launch_of_every_shape_is_a_row(monkeypatch: pytest.MonkeyPatch, t
     }  # fmt: skip
     assert reported == [("kernel", row)] + [("kernel", {**row, "shape": "two"})] * 2
     assert {kernel.num_warps for kernel in seen} == {4}
+
+
+def test_a_quick_job_takes_some_shapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ["0.8B", "2B", "9B, bf16 state", "27B", "397B", "tiny, bf16 state"]
+    cases = [Case(name, scale_rows, ARGUMENTS) for name in names]
+    reported = reports_of(monkeypatch, tmp_path, cases, lambda *_: GOOD, quick=True)
+    assert [row["shape"] for _, row in reported] == ["0.8B", "9B, bf16 state", "27B"]
 
 
 @pytest.mark.parametrize(("side", "failures"), [("decode", 1), ("prefill", 0)])
