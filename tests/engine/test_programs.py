@@ -1,0 +1,69 @@
+"""Sampling by request: every sampler is the one of `gdnjax.generation`, and padding draws nothing."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gdnjax.engine import programs
+from gdnjax.generation import SamplingParams
+from gdnjax.generation.loop import NOT_FINITE, NOTHING
+from gdnjax.generation.sampling import make_sampler, penalize, sample
+from tests.generation.small import SMALL, VOCAB
+
+KINDS = {
+    "greedy": SamplingParams(),
+    "top": SamplingParams(temperature=1.5, top_k=programs.TOP, seed=1),
+    "full": SamplingParams(temperature=1.5, top_p=0.99, seed=2),
+    "penalized": SamplingParams(temperature=1.5, min_p=0.001, repetition_penalty=5.0, presence_penalty=0.5, seed=3),
+}
+ROWS, REQUESTS = 4, 6
+
+
+@pytest.mark.parametrize("mode", programs.MODES)
+def test_a_sampler_draws_what_generation_draws(mode: programs.Mode) -> None:
+    params = KINDS[mode]
+    assert programs.mode_of(params) == mode
+    rng = np.random.default_rng(0)
+    # nearly flat, so that tokens far down are drawn
+    logits = jnp.asarray(0.3 * rng.normal(size=(ROWS, VOCAB)), jnp.float32)
+    in_prompt = np.asarray(rng.random((REQUESTS, VOCAB)) < 0.5)
+    slate = programs.new_slate(SMALL.replace(max_requests=REQUESTS))
+    for request in range(REQUESTS):
+        number = np.int32(request)
+        slate = programs.run_admit(slate, number, np.int32(10 * request), *programs.settings(params))
+        slate = programs.run_admit_penalties(slate, number, in_prompt[request], np.zeros(VOCAB, np.int32))
+    rows, seen, far = np.array([4, 1, -1, 5], np.int32), np.zeros((ROWS, VOCAB), np.int32), 0
+    sampler = make_sampler([params] * ROWS, ROWS)
+    for turn in range(12):
+        before = np.asarray(slate.token)
+        slate, emission = programs.run_draw(slate, logits, rows, mode=mode)
+        changed = penalize(logits, sampler, jnp.asarray(in_prompt[rows]), jnp.asarray(seen))
+        drawn = jnp.asarray([40 + turn, 10 + turn, 0, 50 + turn])
+        wanted = np.asarray(sample(changed if mode == "penalized" else logits, sampler, drawn))
+        found = np.asarray(emission.token)
+        np.testing.assert_array_equal(found[[0, 1, 3]], wanted[[0, 1, 3]])
+        assert found[2] == NOTHING
+        np.testing.assert_array_equal(np.asarray(slate.token)[[4, 1, 5]], wanted[[0, 1, 3]])
+        np.testing.assert_array_equal(np.asarray(slate.token)[[0, 2, 3]], before[[0, 2, 3]])
+        seen[[0, 1, 3], wanted[[0, 1, 3]]] += 1
+        every = np.asarray(logits) - np.log(np.exp(np.asarray(logits)).sum(-1, keepdims=True))
+        np.testing.assert_allclose(np.asarray(emission.logprob)[0], every[0, wanted[0]], atol=1e-5)
+        better = np.asarray(logits) > np.take_along_axis(np.asarray(logits), wanted[:, None], axis=1)
+        far += bool((better[[0, 1, 3]].sum(axis=1) > programs.TOP).any())
+    np.testing.assert_array_equal(slate.drawn, [0, 22, 20, 30, 52, 62])
+    assert (far > 0) == (mode in ("full", "penalized"))
+
+
+def test_more_candidates_than_top_holds_take_them_all() -> None:
+    assert programs.mode_of(SamplingParams(temperature=1.0, top_k=programs.TOP + 1)) == "full"
+    assert programs.mode_of(SamplingParams(temperature=0.0, top_k=5)) == "greedy"
+    assert programs.mode_of(SamplingParams(temperature=0.0, presence_penalty=1.0)) == "penalized"
+
+
+def test_logits_that_are_not_finite_are_told() -> None:
+    slate = programs.new_slate(SMALL.replace(max_requests=REQUESTS))
+    logits = jnp.zeros((ROWS, VOCAB)).at[1, 5].set(jnp.nan)
+    _, emission = programs.run_draw(slate, logits, np.array([0, 1, 2, 3], np.int32), mode="greedy")
+    assert [int(token) == NOT_FINITE for token in emission.token] == [False, True, False, False]
