@@ -8,7 +8,6 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import jax
 import pytest
 
 from gdnjax.cli import build_parser, main
@@ -20,13 +19,7 @@ CARDS = [ROOT / "checkpoints" / "tiny" / "README.md", ROOT / "tests" / "goldens"
 ALL = [*PAGES, *CARDS]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling takes longer than running here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def name(path: Path) -> str:

@@ -57,8 +57,10 @@ def time_kernels(
             for _ in range(repetitions):
                 carry, outputs = run(carry, constants)
             jax.block_until_ready((carry, outputs))
-        (trace,) = Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(trace))
+        traces = list(Path(folder).rglob("*.xplane.pb"))
+        if len(traces) != 1:
+            raise RuntimeError(f"the profiler wrote {len(traces)} traces, not one; it takes a single process")
+        profile = jax.profiler.ProfileData.from_file(str(traces[0]))
     return summarize(device_events(profile), calls, repetitions)
 
 

@@ -222,7 +222,7 @@ class Engine:
             Whether something is left to do.
 
         Raises:
-            NonFiniteLogitsError: in debug mode (`GDNJAX_DEBUG=1`), where a request's logits are NaN or infinite;
+            NonFiniteLogitsError: with `GDNJAX_DEBUG=1` or 2, where a request's logits are NaN or infinite;
                 otherwise that request ends with `error`.
             Exception: whatever the device raises. All requests that ran then wait, and go on with the next step.
         """

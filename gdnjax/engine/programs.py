@@ -17,9 +17,9 @@ import numpy as np
 from gdnjax.config import Config
 from gdnjax.generation.loop import NOT_FINITE, NOTHING, Emission
 from gdnjax.generation.sampling import Sampler, SamplingParams, penalize, sample
-from gdnjax.model.step import decode_step, prefill
+from gdnjax.model.step import decode_and_commit, prefill
 from gdnjax.state.batch import Batch
-from gdnjax.state.pytree import State, commit
+from gdnjax.state.pytree import State
 from gdnjax.weights.declaration import Params
 
 Mode = Literal["greedy", "top", "full", "penalized"]
@@ -98,8 +98,7 @@ def admit_penalties(slate: Slate, request: jax.Array, in_prompt: jax.Array, in_o
 
 def decode(params: Params, state: State, token: jax.Array, request: jax.Array) -> tuple[jax.Array, State]:
     """One token of each row's request, fed from `Slate.token` and committed: logits `[R, V]`."""
-    logits, state = decode_step(params, state, Batch(token[jnp.maximum(request, 0)], request))
-    return logits, commit(state)
+    return decode_and_commit(params, state, Batch(token[jnp.maximum(request, 0)], request))
 
 
 def score(params: Params, state: State, batch: Batch, targets: jax.Array) -> tuple[tuple[jax.Array, jax.Array], State]:
@@ -164,7 +163,7 @@ def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tup
 
 run_admit = jax.jit(admit, donate_argnames="slate")
 run_admit_penalties = jax.jit(admit_penalties, donate_argnames="slate")
-run_decode = jax.jit(decode, donate_argnames="state")
+run_decode = jax.jit(decode, donate_argnames="state", keep_unused=True)
 run_prefill = jax.jit(prefill, donate_argnames="state")
 run_score = jax.jit(score, donate_argnames="state")
 run_draw = jax.jit(draw, static_argnames="mode", donate_argnames="slate")

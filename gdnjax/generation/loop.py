@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdnjax.generation.sampling import Sampler, penalize, sample
-from gdnjax.model.step import decode_step
+from gdnjax.model.step import decode_and_commit
 from gdnjax.state.batch import Batch
-from gdnjax.state.pytree import State, commit
+from gdnjax.state.pytree import State
 from gdnjax.weights.declaration import Params
 
 Loop = Literal["python", "device"]
@@ -90,10 +90,7 @@ def step(params: Params, decoding: Decoding) -> tuple[Decoding, Emission]:
     """Feeds every live row's token, commits, and samples the next one."""
     rows = decoding.token.shape[0]
     request = jnp.where(decoding.live, jnp.arange(rows, dtype=jnp.int32), -1)
-    logits, state = decode_step(params, decoding.state, Batch(decoding.token, request))
-    # The commit comes last: merged with the step's reads of the same vectors, it could not run in place.
-    logits, pending = jax.lax.optimization_barrier((logits, state.pending))
-    state = commit(dataclasses.replace(state, pending=pending))
+    logits, state = decode_and_commit(params, decoding.state, Batch(decoding.token, request))
     return emit(dataclasses.replace(decoding, state=state), logits)
 
 

@@ -23,7 +23,7 @@ from gdnjax.model.layers import (
 )
 from gdnjax.state.backend import Backend
 from gdnjax.state.batch import Batch, segments_of
-from gdnjax.state.pytree import State
+from gdnjax.state.pytree import State, commit
 from gdnjax.weights.declaration import Params
 from pallas_kernels.attention_prologue import attention_prologue
 from pallas_kernels.attention_prologue.reference import rope_table
@@ -110,6 +110,14 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
         pending=jnp.any(batch.request == requests[:, None], axis=1).astype(jnp.int32),
     )
     return head(params, _wanted(hidden, batch)), state
+
+
+def decode_and_commit(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
+    """`decode_step`, made current at once. Jit it with `keep_unused=True`: see `gdnjax.generation.loop`."""
+    logits, state = decode_step(params, state, batch)
+    # The commit comes last: merged with the step's reads of the same vectors, it could not run in place.
+    logits, pending = jax.lax.optimization_barrier((logits, state.pending))
+    return logits, commit(dataclasses.replace(state, pending=pending))
 
 
 def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:

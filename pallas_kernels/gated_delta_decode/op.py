@@ -48,8 +48,8 @@ def gated_delta_decode(
         Outputs `[R, Hv, dv]` in qkv's dtype, and the pool.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, or a tile that can't be; in debug mode
-            (`pallas_kernels.debug`) also slots out of range, or a row's write slot that another row uses.
+        ValueError: shapes or dtypes that do not fit together, or a tile that can't be; at debug
+            level 2 (`pallas_kernels.debug`) also slots out of range, or a row's write slot that another row uses.
     """
     a, b = as_columns(a), as_columns(b)
     layout = check_rule(qkv, a, b, a_log, dt_bias, pool)

@@ -26,6 +26,8 @@ from gdnjax.state.prefix_cache import PrefixCache
 from tests.generation.small import GREEDY, NEAR_TIE, PROMPTS, SMALL, STOP_ID, small_model
 from tests.generation.small import run as generate_alone
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # One config for all tests: every other one would compile every program again.
 CONFIG = dict(state_layout="twin", prefix_cache_bytes=4 * snapshot_bytes(SMALL), prefix_interval=16)
 REQUESTS, TOKENS = 4, 16 * 16

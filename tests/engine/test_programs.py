@@ -12,6 +12,8 @@ from gdnjax.generation.loop import NOT_FINITE, NOTHING
 from gdnjax.generation.sampling import make_sampler, penalize, sample
 from tests.generation.small import SMALL, VOCAB
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 KINDS = {
     "greedy": SamplingParams(),
     "top": SamplingParams(temperature=1.5, top_k=programs.TOP, seed=1),

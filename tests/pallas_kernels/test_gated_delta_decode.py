@@ -449,8 +449,9 @@ def test_what_does_not_fit_is_refused() -> None:
         gated_delta_decode(**{**arguments, "qkv": q})
     with pytest.raises(ValueError, match=r"b is float32\[3, 3\]"):
         gated_delta_decode(**{**arguments, "b": dataclasses.replace(b, width=3)})
-    with pytest.raises(ValueError, match="strip = 12"):
-        gated_delta_decode(**arguments, tile=Tile(12, 1, 64, Warps(1, 1)))
+    for name, sizes in (("strip = 12", (12, 1, 64)), ("strips = 0", (8, 0, 64)), ("piece = 48", (8, 1, 48))):
+        with pytest.raises(ValueError, match=f"tile.{name}; it takes a power of two"):
+            gated_delta_decode(**arguments, tile=Tile(*sizes, Warps(1, 1)))
     with pytest.raises(ValueError, match="implementation = 'cuda'"):
         gated_delta_decode(**arguments, implementation="cuda")  # pyright: ignore[reportArgumentType]
 

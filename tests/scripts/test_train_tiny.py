@@ -46,13 +46,7 @@ TEXT = "It is a truth universally acknowledged, that a single man in possession 
 ARGUMENTS = "--batch 4 --length 32 --block 4 --eval-every 8 --save-every 8 --warmup 4 --lr 1e-2 --problems 2".split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling takes longer than running here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")
