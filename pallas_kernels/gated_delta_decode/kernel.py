@@ -47,7 +47,7 @@ class Tile:
     warps: Warps
 
 
-DEFAULT_TILE = Tile(strip=8, strips=2, piece=64, warps=Warps(wave64=1, wave32=1))
+DEFAULT_TILE = Tile(strip=4, strips=2, piece=64, warps=Warps(wave64=1, wave32=1))
 
 
 def read_pieces(ref: Any, token: Any, first: Any, dk: int, strip: int, piece: int) -> Pieces:
@@ -71,39 +71,44 @@ def _inverse_norm(pieces: list[jax.Array]) -> jax.Array:
     return jax.lax.rsqrt(_row_sums([x * x for x in pieces]) + L2_EPS)
 
 
-def update_strip(
-    state: Pieces,
-    q: Pieces,
-    k: Pieces,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    a_log: jax.Array,
-    dt_bias: jax.Array,
-) -> tuple[Pieces, jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """What a token brings to every strip of a head: q (scaled) and k, normalized, and the gates."""
+
+    q: list[jax.Array]
+    k: list[jax.Array]
+    decay: jax.Array
+    beta: jax.Array
+
+
+def prepare_token(q: Pieces, k: Pieces, a: jax.Array, b: jax.Array, a_log: jax.Array, dt_bias: jax.Array) -> Token:
+    """The part of the rule that no state enters, all in float32.
+
+    Args:
+        q, k: `[strip, dk]`, see `read_pieces`, after the convolution, activation dtype.
+        a, b: the head's raw projections, scalars. a_log, dt_bias: the head's weights, float32 scalars.
+    """
+    g, beta = gates(a, b, a_log, dt_bias)
+    queries, keys = ([x.astype(jnp.float32) for x in pieces] for pieces in (q, k))
+    q_scale = (_inverse_norm(queries) * sum(x.shape[1] for x in q) ** -0.5)[:, None]
+    k_scale = _inverse_norm(keys)[:, None]
+    return Token([x * q_scale for x in queries], [x * k_scale for x in keys], jnp.exp(g), beta)
+
+
+def update_strip(state: Pieces, token: Token, v: jax.Array) -> tuple[Pieces, jax.Array]:
     """One token of the rule on one strip: what every kernel that must agree runs, inside a loop's body.
 
     Args:
-        state: `[strip, dk]` float32.
-        q, k: `[strip, dk]`, see `read_pieces`, and v: `[strip]`, after the convolution, activation dtype.
-        a, b: the head's raw projections, scalars. a_log, dt_bias: the head's weights, float32 scalars.
+        state: `[strip, dk]` float32. v: `[strip]`, after the convolution, activation dtype.
 
     Returns:
         The next state, and the output `[strip]` float32.
     """
-    g, beta = gates(a, b, a_log, dt_bias)
-    queries, keys = ([x.astype(jnp.float32) for x in pieces] for pieces in (q, k))
-    dk = sum(x.shape[1] for x in q)
-    q_scale = (_inverse_norm(queries) * dk**-0.5)[:, None]
-    k_scale = _inverse_norm(keys)[:, None]
-    queries, keys = [x * q_scale for x in queries], [x * k_scale for x in keys]
-
-    decay = jnp.exp(g)
-    decayed = [s * decay for s in state]
-    memory = _row_sums([s * x for s, x in zip(decayed, keys, strict=True)])
-    delta = ((v.astype(jnp.float32) - memory) * beta)[:, None]
-    state = tuple(s + delta * x for s, x in zip(decayed, keys, strict=True))
-    return state, _row_sums([s * x for s, x in zip(state, queries, strict=True)])
+    decayed = [s * token.decay for s in state]
+    memory = _row_sums([s * x for s, x in zip(decayed, token.k, strict=True)])
+    delta = ((v.astype(jnp.float32) - memory) * token.beta)[:, None]
+    state = tuple(s + delta * x for s, x in zip(decayed, token.k, strict=True))
+    return state, _row_sums([s * x for s, x in zip(state, token.q, strict=True)])
 
 
 def _decode(
@@ -135,21 +140,20 @@ def _decode(
     def ask(rows_of_v: Any) -> Pieces:
         return tuple(load(pool.at[source, head, rows_of_v, x], mask=asked, other=zeros) for x in pieces)
 
-    # The state first, and all loads before the first use of one.
+    # The state first, and all loads but the later strips' before the first use of one.
     spans = [pl.ds(first + number * strip, strip) for number in range(strips)]
     upcoming = ask(spans[0])
     q = read_pieces(qkv, row, layout.q(head), layout.key_dim, *tile)
     k = read_pieces(qkv, row, layout.k(head), layout.key_dim, *tile)
-    raw = a[row, a_column + head], b[row, b_column + head]
-    weights = a_log[head], dt_bias[head]
-    for number, rows_of_v in enumerate(spans):
+    token = prepare_token(q, k, a[row, a_column + head], b[row, b_column + head], a_log[head], dt_bias[head])
+    values = [qkv[row, pl.ds(layout.v(head) + first + number * strip, strip)] for number in range(strips)]
+    for number, (rows_of_v, v) in enumerate(zip(spans, values, strict=True)):
         state = tuple(x.astype(jnp.float32) for x in upcoming)
         if number + 1 < strips:
             upcoming = ask(spans[number + 1])
-        v = qkv[row, pl.ds(layout.v(head) + first + number * strip, strip)]
 
         def step(_: jax.Array, state: Pieces, rows_of_v: Any = rows_of_v, v: jax.Array = v) -> Pieces:
-            state, y = update_strip(state, q, k, v, *raw, *weights)
+            state, y = update_strip(state, token, v)
             out[row, head, rows_of_v] = y.astype(out.dtype)
             return state
 
