@@ -57,5 +57,6 @@ class ReasoningSplitter:
         rest, self._held = self._held, ""
         if self._state in ("opening", "closing"):
             return "", ""
-        thinking = self._state == "thinking" or (self._state == "start" and self._opened)
-        return (rest, "") if thinking else ("", rest)
+        if self._state == "start" and self._opened:
+            return rest.lstrip(), ""
+        return (rest, "") if self._state == "thinking" else ("", rest)

@@ -42,6 +42,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="on",
+            limit_concurrency=service.settings.max_connections,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         super().__init__(config)

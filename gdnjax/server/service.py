@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from sse_starlette import EventSourceResponse
+from sse_starlette.sse import SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -24,6 +26,7 @@ from gdnjax.server.wire import ChatChoice, TextChoice, check_ended, envelope, us
 from gdnjax.server.worker import Choice, Ticket, Worker
 from gdnjax.tokenizer import Tokenizer
 
+log = logging.getLogger("gdnjax.server")
 CLIENT_CLOSED = 499
 """nginx's status for a client that has gone; nobody reads it."""
 COMPLETION_TOKENS = 16
@@ -176,6 +179,8 @@ class _Events(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            log.warning("a client left its stream unread for %g s and is dropped", self.send_timeout)
         finally:
             self._ticket.close()
 

@@ -12,6 +12,7 @@ class Settings:
     * `model`: the name that clients give.
     * `api_key`: what they must send as a bearer token; None asks for nothing.
     * `max_body_bytes`: of one request.
+    * `max_connections`: open at once; each holds up to 64 KiB that its client has not read.
     * `max_choices`: of one request: its prompts times `n`.
     * `max_tokens`: most new tokens a choice; None leaves it to the engine's `max_length`.
     * `timeout`: seconds that a request may take, waiting included.
@@ -24,6 +25,7 @@ class Settings:
     model: str
     api_key: str | None = None
     max_body_bytes: int = 8 * 2**20
+    max_connections: int = 4096
     max_choices: int = 16
     max_tokens: int | None = None
     timeout: float = 600.0
