@@ -85,7 +85,7 @@ class Worker:
     """Owns the thread. `start` and `close` belong to the event loop, `submit` to any thread.
 
     Attributes:
-        failure: what the last step raised; None once a step has worked again.
+        failure: what a step raised; None once tokens have come again.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics):
@@ -184,7 +184,7 @@ class Worker:
             self._wake.wait(PROBE_SECONDS if self.failure else None)
             self._wake.clear()
             if self.failure and not self._busy():
-                self.engine.submit([0], 1)  # to find out whether it works again
+                self.engine.submit([0], 2)  # a prefill and a decode step, to find out whether they work again
             while self._step() and not self._stopping:
                 pass
 
@@ -192,10 +192,10 @@ class Worker:
         return bool(self.engine.waiting or self.engine.running)
 
     def _step(self) -> bool:
-        busy = self._busy()
+        tokens = self.engine.counters["generated_tokens"]
         try:
             more = self.engine.step()
-            if busy:
+            if self.engine.counters["generated_tokens"] > tokens:
                 self.failure = None
         except NonFiniteLogitsError as error:  # that request has ended, the others have not
             log.error("%s", error)

@@ -29,7 +29,7 @@ REQUESTS, KV_TOKENS, WAITING = 4, 16 * 16, 6
 KEY = "sesame"
 # Short, for a byte is a token and a request has 64.
 TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}\n{% endfor %}"
     "{% if tools %}{{ tools[0].function.name }}\n{% endif %}{% if enable_thinking %}<think>\n{% endif %}"
 )
 

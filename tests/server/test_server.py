@@ -137,7 +137,7 @@ MESSAGES: Any = [{"role": "system", "content": "a"}, {"role": "user", "content":
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    wanted = engine_says(f"a\n{PROMPT}\n", 50, stop_ids=[STOP_ID])
+    wanted = engine_says(f"a\n{PROMPT}\n", 64, stop_ids=[STOP_ID])
     answer = client.chat.completions.create(
         model="small", messages=MESSAGES, temperature=0, logprobs=True, extra_body={"stop_token_ids": [STOP_ID]}
     )
