@@ -491,10 +491,10 @@ def test_a_flood_of_token_0_ends_a_request() -> None:
     # A model that is sure of it may say the same for as long as it likes.
     handle = e.submit(PROMPTS[0], 50, stop_ids=())
     for _ in drive(e):
-        for flight in e._launcher.flights:
+        for i, flight in enumerate(e._launcher.flights):
             assert isinstance(flight, Flight)
             sure = Emission(jnp.zeros_like(flight.emission.token), jnp.full_like(flight.emission.logprob, -0.1))
-            e._launcher.flights[e._launcher.flights.index(flight)] = Flight(sure, flight.handles)
+            e._launcher.flights[i] = Flight(sure, flight.handles)
     assert (handle.finish_reason, handle.tokens) == ("length", [0] * 50)
     assert_clean(e)
 

@@ -113,7 +113,10 @@ JSON = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
         ("1 < 2 <tool", ["1 < 2 <tool"]),
         (CALL[:-3], [CALL[:-3]]),
         (f"a <tool_call> b {CALL}", ["a <tool_call> b", call(a=5)]),
-        ("<tool_call>\n<function=>\n</function>\n</tool_call>", ["<tool_call>\n<function=>\n</function>\n</tool_call>"]),
+        (
+            "<tool_call>\n<function=>\n</function>\n</tool_call>",
+            ["<tool_call>\n<function=>\n</function>\n</tool_call>"],
+        ),
         ('<tool_call>{"name": 1}</tool_call> x', ['<tool_call>{"name": 1}</tool_call> x']),
         ('<tool_call>{"name": }</tool_call>', ['<tool_call>{"name": }</tool_call>']),
         ("<tool_call><function=add>x</function></tool_call>", ["<tool_call><function=add>x</function></tool_call>"]),

@@ -105,9 +105,7 @@ def top_k(k: int) -> dict[str, Any]:
 def test_seeds(client: openai.OpenAI) -> None:
     def text(**seed: Any) -> str:
         more = top_k(40)
-        answer = client.completions.create(
-            model="small", prompt=PROMPT, max_tokens=20, temperature=1.5, **more, **seed
-        )
+        answer = client.completions.create(model="small", prompt=PROMPT, max_tokens=20, temperature=1.5, **more, **seed)
         return answer.choices[0].text
 
     assert text(seed=7) == text(seed=7) != text(seed=8)
