@@ -22,12 +22,15 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OSError: names the address.
     """
+    sock = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        if sock is not None:
+            sock.close()
         raise OSError(f"cannot listen on {host} port {port}: {error}; choose another --host or --port") from None
     return sock
 
