@@ -85,11 +85,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.lm = lm
-        given = [
-            None if limit == "auto" else own if limit is None else limit
-            for limit, own in ((max_requests, lm.config.max_requests), (kv_tokens, lm.config.kv_tokens))
-        ]
-        self.config = config = derive_limits(lm.config, *given)
+        own = lm.config
+        self.config = config = derive_limits(
+            own, _limit(max_requests, own.max_requests), _limit(kv_tokens, own.kv_tokens)
+        )
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"chunk_tokens = {chunk_tokens}; it takes an integer >= 1, or None")
         self._make_pool()
@@ -443,3 +442,10 @@ class Engine:
             for task in tasks:
                 task()
             jax.block_until_ready((self.pool.state, self._launcher.slate))
+
+
+def _limit(given: int | Literal["auto"] | None, own: int | None) -> int | None:
+    """What `derive_limits` is asked for: None derives it."""
+    if given == "auto":
+        return None
+    return own if given is None else given

@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from gdnjax.engine import Engine, Handle, Piece
 from gdnjax.generation import NonFiniteLogitsError, SamplingParams
@@ -220,6 +219,6 @@ class Worker:
                 self._stopping = True
 
 
-def _deliver(batch: list[tuple[Ticket, int, Piece | None]]) -> Any:
+def _deliver(batch: list[tuple[Ticket, int, Piece | None]]) -> None:
     for ticket, index, piece in batch:
         ticket.hear(index, piece)
