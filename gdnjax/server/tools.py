@@ -177,8 +177,6 @@ class ToolParser:
 def typed(raw: str, schema: Any) -> Any:
     """A parameter's value: `raw` itself, unless its schema names other types and it is JSON of one of them."""
     types = _types(schema)
-    if not types - {"string"}:
-        return raw
     spelled = {"True": "true", "False": "false", "None": "null"}.get(raw.strip(), raw)
     try:
         value = _loads(spelled)

@@ -123,7 +123,7 @@ class Worker:
         return ticket
 
     def submit(self, ticket: Ticket, choices: Sequence[Choice], timeout: float) -> None:
-        """Gives all choices to the engine, or none.
+        """Gives all choices to the engine. If one is refused, those before it run until the ticket is closed.
 
         Raises:
             ValueError: one cannot run.
@@ -132,10 +132,6 @@ class Worker:
         try:
             for index, choice in enumerate(choices):
                 self._submit(ticket, index, choice, timeout)
-        except BaseException:
-            for handle in ticket.handles:
-                self.engine.cancel(handle)
-            raise
         finally:
             self._wake.set()
 

@@ -90,6 +90,18 @@ def test_chat(server: Running, change: dict[str, Any], message: str) -> None:
     assert_refused(server.post("/v1/chat/completions", CHAT | change), 400, message)
 
 
+def test_the_field_is_named(server: Running) -> None:
+    for path, base, change in (
+        ("/v1/completions", BASE, {"n": 9}),
+        ("/v1/completions", BASE, {"top_p": 2}),
+        ("/v1/completions", BASE, {"prompt": ""}),
+        ("/v1/chat/completions", CHAT, {"messages": []}),
+        ("/v1/chat/completions", CHAT, {"messages": [{"role": "user", "content": "a" * 70}]}),
+    ):
+        (name,) = change
+        assert server.post(path, base | change).json()["error"]["param"] == name
+
+
 def test_what_changes_nothing_is_taken(server: Running) -> None:
     neutral = dict(user="u", metadata={"a": "b"}, logit_bias={}, response_format={"type": "text"}, store=False)
     neutral |= dict(parallel_tool_calls=True, top_logprobs=0, tool_choice="auto", logprobs=False, frequency_penalty=0)
@@ -137,17 +149,21 @@ def test_the_key(server: Running) -> None:
 def test_bodies_that_are_too_large(server: Running) -> None:
     assert_refused(server.post(json=BASE | {"user": "x" * 4000}), 413, "at most 4000 are taken")
 
-    def parts() -> Iterator[bytes]:  # its length is not said
-        for _ in range(5):
-            yield b" " * 1000
-
-    assert_refused(server.post(content=parts()), 413, "the body has more bytes; at most 4000 are taken")
+    # At once, and not when all has come: the rest of these bodies never does.
+    chunks = b"3e8\r\n" + b" " * 1000 + b"\r\n"
+    for said, body in ((b"Content-Length: 5000", b"{"), (b"Transfer-Encoding: chunked", 5 * chunks)):
+        assert start_of_answer(server, said, body).startswith(b"HTTP/1.1 413 ")
     assert server.post(json=BASE | {"user": "x" * 3000}).status_code == 200
 
 
 def test_a_body_that_does_not_come(server: Running) -> None:
+    assert start_of_answer(server, b"Content-Length: 90", b"{").startswith(b"HTTP/1.1 408 ")
+
+
+def start_of_answer(server: Running, header: bytes, body: bytes) -> bytes:
+    """What comes back for a body that has not ended."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\nContent-Length: 90\r\n\r\n{"
-        sock.sendall(head.encode())
-        assert sock.recv(1000).startswith(b"HTTP/1.1 408 ")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n"
+        sock.sendall(head + header + b"\r\n\r\n" + body)
+        return sock.recv(1000)
