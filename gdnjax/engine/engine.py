@@ -154,7 +154,7 @@ class Engine:
                 f"kv_tokens = {self.config.kv_tokens}; ask for fewer, or raise kv_tokens"
             )
         with self._door:
-            if self.waiting >= self._max_waiting:
+            if self.full:
                 raise QueueFull(f"{self.waiting} requests wait, as many as max_waiting takes; try again later")
             handle.number = self._number
             self._number += 1
@@ -219,6 +219,11 @@ class Engine:
     def waiting(self) -> int:
         """Requests that have not been admitted, or were preempted."""
         return len(self._queue) + len(self._arrived)
+
+    @property
+    def full(self) -> bool:
+        """Whether `submit` would raise `QueueFull`."""
+        return self.waiting >= self._max_waiting
 
     @property
     def running(self) -> int:

@@ -60,6 +60,7 @@ class Service:
 
     async def complete(self, request: Request, asked: CompletionRequest) -> Response:
         """The answer of `/v1/completions`."""
+        self._check_room()
         n, wanted = asked.wanted.n, asked.wanted
         prompts = [prompt for prompt in asked.prompts for _ in range(n)]
         choices = [TextChoice(i, self.tokenizer, wanted.logprobs) for i in range(len(prompts))]
@@ -68,6 +69,7 @@ class Service:
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
         """The answer of `/v1/chat/completions`."""
+        self._check_room()
         wanted = asked.wanted
         try:
             prompt = await asyncio.to_thread(
@@ -80,6 +82,15 @@ class Service:
         most = wanted.max_tokens or self._most_tokens
         prompts = [prompt] * wanted.n
         return await self._answer(request, wanted, "chatcmpl", choices, lambda: self._choices(prompts, wanted, most))
+
+    def _check_room(self) -> None:
+        # Before a prompt is encoded for nothing: a burst must cost little where it is refused.
+        if self.engine.full:
+            raise self._no_room()
+
+    def _no_room(self) -> ApiError:
+        message = f"{self.engine.waiting} requests wait, too many for another; try again later"
+        return ApiError(429, message, code="queue_full", retry_after=self.settings.retry_after)
 
     def _choices(self, prompts: Sequence[str | Sequence[int]], wanted: Wanted, most: int) -> list[Choice]:
         # A text is encoded once, not n times.
@@ -119,8 +130,8 @@ class Service:
         try:
             # Elsewhere, because a long prompt takes long to encode.
             await asyncio.to_thread(lambda: self.worker.submit(ticket, choices(), self.settings.timeout))
-        except QueueFull as error:
-            raise ApiError(429, str(error), code="queue_full", retry_after=self.settings.retry_after) from None
+        except QueueFull:
+            raise self._no_room() from None
         except ValueError as error:
             raise ApiError(400, str(error), param=param) from None
 

@@ -42,11 +42,16 @@ def test_a_full_queue_is_said_so_and_takes_all_choices_or_none() -> None:
                 answer = server.post(json=BODY | {"n": n})
                 assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
                 assert answer.json()["error"]["type"] == "rate_limit_error"
-                assert "requests wait, as many as max_waiting takes" in answer.json()["error"]["message"]
+                assert "requests wait, too many for another" in answer.json()["error"]["message"]
                 # The choice that had a place gives it back, once a step looks.
                 server.engine._take_in()
                 assert server.engine.waiting == WAITING - 1
-        assert first().status_code == 200
+            last = in_thread(lambda: server.post(json=BODY))
+            until(lambda: server.engine.full)
+            # Nobody looks at what a prompt is before there is room for it.
+            for path, body in (("/v1/completions", BODY | {"prompt": ""}), ("/v1/chat/completions", {"messages": []})):
+                assert server.post(path, body).status_code == 429
+        assert first().status_code == last().status_code == 200
         assert server.post(json=BODY).status_code == 200
         assert server.service.worker.idle
 
