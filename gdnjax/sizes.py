@@ -61,8 +61,8 @@ def _kv_token_bytes(config: Config) -> int:
 def fit(config: Config, memory: int) -> tuple[int, int]:
     """Requests of `max_length` that fit into a memory beside the weights, and KV tokens they leave.
 
-    Counts weights, state and KV cache in the config's layout, not a step's temporaries. At most what a
-    `Config` takes, so a large memory may be left with room.
+    Counts weights, state, KV cache in the config's layout, and what sampling keeps of a request, not a step's
+    temporaries. At most what a `Config` takes, so a large memory may be left with room.
 
     Returns:
         (requests, KV tokens); KV tokens are whole pages.
@@ -135,8 +135,9 @@ def _room(config: Config, memory: int) -> tuple[int, int, int]:
     """Bytes beside the weights and what is reserved; bytes of one more request, and of one more KV page."""
     costs = sizes(config)
     page = costs.bytes_per_kv_token * config.page_size
-    # Four int32 a request (its slots, position and pending tokens) and its row of the page table.
-    request = costs.bytes_per_request[config.state_layout] + 4 * (4 + config.pages_per_request)
+    # Four int32 a request (its slots, position and pending tokens) and its row of the page table; for penalties, a
+    # bool and an int32 for every token that there is.
+    request = costs.bytes_per_request[config.state_layout] + 4 * (4 + config.pages_per_request) + 5 * config.vocab_size
     # The reserved slot, ring row and page.
     reserved = costs.bytes_per_request["in_place"] + page
     return memory - costs.weight_bytes - reserved, request, page

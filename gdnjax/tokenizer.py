@@ -148,6 +148,10 @@ class Tokenizer:
         """
         return b"".join(self._bytes_of(i, skip_control) for i in _as_list(ids)).decode("utf-8", "replace")
 
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that one id stands for, control tokens included; errors as in `decode`."""
+        return self._bytes_of(id, skip_control=False)
+
     def stream(self, *, skip_control: bool = True) -> TextStream:
         """A decoder for ids that come a few at a time; arguments as in `decode`."""
         return TextStream(self, skip_control=skip_control)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdnjax.config import Config, from_preset
+from gdnjax.engine.programs import new_slate
 from gdnjax.sizes import CPU_MEMORY, MOST_REQUESTS, derive_limits, fit, sizes
 from gdnjax.state import init_state
 from gdnjax.weights.declaration import init_params
@@ -64,8 +65,14 @@ def test_parameters_and_weight_bytes(name: str) -> None:
     assert sizes(config.replace(dtype="float32")).weight_bytes == 4 * costs.parameters
 
 
+def penalties(config: Config) -> int:
+    """Bytes of what sampling keeps for every token that there is."""
+    slate = jax.eval_shape(lambda: new_slate(config))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in (slate.in_prompt, slate.in_output))
+
+
 def allocated(config: Config) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(init_state(config, [])))
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(init_state(config, []))) + penalties(config)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -73,8 +80,8 @@ def test_a_request_and_a_token_cost_what_is_said(layout: str) -> None:
     config = SMALL.replace(state_layout=layout)
     costs = sizes(config)
     one, two = (allocated(config.replace(max_requests=n, kv_tokens=64)) for n in (1, 2))
-    # and four int32, and a row of the page table
-    assert two - one == costs.bytes_per_request[layout] + 4 * (4 + config.pages_per_request)
+    # and four int32, a row of the page table, and the arrays of the penalties
+    assert two - one == costs.bytes_per_request[layout] + 4 * (4 + config.pages_per_request) + 5 * config.vocab_size
     more = allocated(config.replace(max_requests=1, kv_tokens=128))
     assert more - one == 64 * costs.bytes_per_kv_token
     weights = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
@@ -97,8 +104,9 @@ def test_what_fits_fits_and_no_more_would(layout: str, max_length: int, extra: i
     def total(requests: int, tokens: int) -> int:
         from gdnjax.state import state_shapes
 
-        shapes = state_shapes(config.replace(max_requests=requests, kv_tokens=tokens))
-        return costs.weight_bytes + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+        served = config.replace(max_requests=requests, kv_tokens=tokens)
+        shapes = jax.tree.leaves(state_shapes(served))
+        return costs.weight_bytes + penalties(served) + sum(leaf.size * leaf.dtype.itemsize for leaf in shapes)
 
     assert total(requests, tokens) <= memory
     assert total(requests, tokens + config.page_size) > memory

@@ -14,10 +14,11 @@ for the device. A request that has ended is therefore stepped once more, for not
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import numpy as np
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
     from gdnjax.lm import LanguageModel
 
 
+MOST_FAILURES = 3
+"""A request under which so many steps have failed ends with `error`: it may be what makes them fail."""
+FLOOD, FLOOD_LOGPROB = 32, math.log(0.5)
+"""So many tokens 0 on end, each less probable than this, are what broken kernels leave: logits that are flat, or that
+have lost their NaN. A model that really repeats itself is sure of it."""
+
+
 class QueueFull(RuntimeError):
     """As many requests wait as may: try again later."""
 
@@ -51,7 +59,8 @@ class Engine:
 
     Args:
         lm: the model.
-        max_requests, kv_tokens: limits; None derives them from the device's memory (`derive_limits`).
+        max_requests, kv_tokens: limits. None is what the model's config says, or for KV tokens, if it does not,
+            what fills the device's memory and the requests can use; `auto` derives both so (`derive_limits`).
         chunk_tokens: most prompt tokens that one step reads while others decode, so that they do not wait
             long; None is `prefill_tokens`, as when nobody decodes.
         max_waiting: requests that may wait; more are refused with `QueueFull`.
@@ -68,15 +77,18 @@ class Engine:
         self,
         lm: LanguageModel,
         *,
-        max_requests: int | None = None,
-        kv_tokens: int | None = None,
+        max_requests: int | Literal["auto"] | None = None,
+        kv_tokens: int | Literal["auto"] | None = None,
         chunk_tokens: int | None = 256,
         max_waiting: int = 1024,
         overcommit: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.lm = lm
-        self.config = config = derive_limits(lm.config, max_requests, kv_tokens)
+        own = lm.config
+        self.config = config = derive_limits(
+            own, _limit(max_requests, own.max_requests), _limit(kv_tokens, own.kv_tokens)
+        )
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"chunk_tokens = {chunk_tokens}; it takes an integer >= 1, or None")
         self._make_pool()
@@ -142,7 +154,7 @@ class Engine:
                 f"kv_tokens = {self.config.kv_tokens}; ask for fewer, or raise kv_tokens"
             )
         with self._door:
-            if self.waiting >= self._max_waiting:
+            if self.full:
                 raise QueueFull(f"{self.waiting} requests wait, as many as max_waiting takes; try again later")
             handle.number = self._number
             self._number += 1
@@ -209,6 +221,11 @@ class Engine:
         return len(self._queue) + len(self._arrived)
 
     @property
+    def full(self) -> bool:
+        """Whether `submit` would raise `QueueFull`."""
+        return self.waiting >= self._max_waiting
+
+    @property
     def running(self) -> int:
         """Requests that have been admitted and have not ended."""
         return len(self._running)
@@ -224,15 +241,18 @@ class Engine:
         Raises:
             NonFiniteLogitsError: with `GDNJAX_DEBUG=1` or 2, where a request's logits are NaN or infinite;
                 otherwise that request ends with `error`.
-            Exception: whatever the device raises. All requests that ran then wait, and go on with the next step.
+            Exception: whatever the device raises. All requests that ran then wait, and go on with the next step,
+                but for those under which `MOST_FAILURES` steps have failed: they end with `error`.
         """
         with self._lock:
             self._take_in()
-            for handle in scheduler.expired([*self._queue, *self._running.values()], self._clock()):
-                self._finish(handle, "deadline")
-            self._admit()
-            behind = self._launcher.take()
+            if self._lost:
+                self._recover()
             try:
+                for handle in scheduler.expired([*self._queue, *self._running.values()], self._clock()):
+                    self._finish(handle, "deadline")
+                self._admit()
+                behind = self._launcher.take()
                 self._read()
                 self._decode(behind)
                 self._receive(behind)
@@ -257,6 +277,8 @@ class Engine:
             handle.cuts = self.pool.prefixes.boundaries(ids, start)
             if not handle.preemptions:
                 handle.cached = start
+                self.counters["prefix_hits"] += start > 0
+                self.counters["prefix_tokens"] += start
             handle.prompt_logprobs.clear()
             self._running[request] = handle
             self._launcher.admit(handle)
@@ -320,22 +342,39 @@ class Engine:
         self._queue.push(handle)
 
     def _start_over(self) -> None:
-        """Puts everybody back into the queue, and makes a new pool: the old one's state may be lost.
+        """Puts everybody back into the queue; the pool is lost, as its state may be.
 
         Tokens that were on their way come again, the same ones: a draw depends on the seed and its number.
         """
+        # Where nobody ran, it was an admission that failed.
+        suspects = list(self._running.values()) or [h for h in (self._queue.head(),) if h is not None]
         for handle in self._running.values():
             handle.request = None
             handle.preemptions += 1
             self._queue.push(handle)
         self._running.clear()
-        # Not two pools at a time: one may fill the memory.
+        self._lost = True
+        self._failed(suspects)
         self.pool.close()
-        self._make_pool()
+
+    def _recover(self) -> None:
+        # Not two pools at a time, for one may fill the memory: the old one is closed.
+        try:
+            self._make_pool()
+        except Exception:
+            self._failed(list(self._queue))
+            raise
+
+    def _failed(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            handle.failures += 1
+            if handle.failures >= MOST_FAILURES:
+                self._finish(handle, "error")
 
     def _make_pool(self) -> None:
         self.pool = StatePool(self.config, BACKEND)
         self._launcher = Launcher(self.lm.params, self.pool)
+        self._lost = False
 
     def _receive(self, flights: Sequence[Flight | ScoreFlight]) -> None:
         """Takes the tokens of flights, in order."""
@@ -361,7 +400,10 @@ class Engine:
                 handle.tokens.append(token)
                 self.counters["generated_tokens"] += 1
                 more = handle.collector.push(token, float(logprobs[row]))
-                if not more or len(handle.tokens) == handle.max_new_tokens:
+                handle.zeros = handle.zeros + 1 if token == 0 and logprobs[row] < FLOOD_LOGPROB else 0
+                if handle.zeros >= FLOOD:
+                    self._finish(handle, "error")
+                elif not more or len(handle.tokens) == handle.max_new_tokens:
                     self._finish(handle, "length" if more else "stop")
         if broken and self._debug:
             raise NonFiniteLogitsError(
@@ -373,14 +415,16 @@ class Engine:
         handle.collector.result(logprobs=False)  # hands out the text that it held back
         handle.finish_reason = reason
         self.counters[f"finished_{reason}"] += 1
-        if handle.request is None:
-            self._queue.remove(handle)
-        else:
-            self.pool.release(handle.request)
-            del self._running[handle.request]
-            handle.request = None
-        if handle.on_piece is not None:
-            handle.on_piece(None)
+        request, handle.request = handle.request, None
+        try:
+            if request is None:
+                self._queue.remove(handle)
+            else:
+                del self._running[request]
+                self.pool.release(request)
+        finally:  # it has ended, even if the device fails
+            if handle.on_piece is not None:
+                handle.on_piece(None)
 
     # Warming up
 
@@ -388,7 +432,7 @@ class Engine:
         """Compiles everything that serving can need, so that no request waits for it.
 
         Args:
-            progress: show a progress bar.
+            progress: show a progress bar on stderr.
 
         Raises:
             PoolError: requests are running.
@@ -396,9 +440,17 @@ class Engine:
         with self._lock:
             tasks = list(self._launcher.warming())
             if progress:
+                from rich.console import Console
                 from rich.progress import track
 
-                tasks = track(tasks, description="compiling", transient=True)
+                tasks = track(tasks, description="compiling", transient=True, console=Console(stderr=True))
             for task in tasks:
                 task()
             jax.block_until_ready((self.pool.state, self._launcher.slate))
+
+
+def _limit(given: int | Literal["auto"] | None, own: int | None) -> int | None:
+    """What `derive_limits` is asked for: None derives it."""
+    if given == "auto":
+        return None
+    return own if given is None else given

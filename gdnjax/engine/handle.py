@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from gdnjax.engine.programs import Mode
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
-"""`stop`: a stop id or string. `length`: `max_new_tokens`, or `max_length`. `error`: NaN in the logits."""
+"""`stop`: a stop id or string. `length`: `max_new_tokens`, or `max_length`. `error`: NaN in the logits, a flood of
+token 0, or a device that failed again and again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Handle:
 
     # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, and where
     # prefixes of that are kept; tokens whose sampling was sent; whether what it reads is scored, and the token
-    # that follows the prompt, scored too.
+    # that follows the prompt, scored too; steps that failed under it, and tokens 0 at its end.
     request: int | None = None
     to_read: list[int] = dataclasses.field(default_factory=list)
     cuts: list[int] = dataclasses.field(default_factory=list)
@@ -78,6 +79,8 @@ class Handle:
     followed_by: int | None = None
     cached: int = 0
     preemptions: int = 0
+    failures: int = 0
+    zeros: int = 0
 
     @property
     def done(self) -> bool:

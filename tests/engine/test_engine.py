@@ -18,10 +18,15 @@ import numpy as np
 import pytest
 
 from gdnjax.engine import Engine, Handle, QueueFull, programs
+from gdnjax.engine.engine import FLOOD
+from gdnjax.engine.launcher import Flight
 from gdnjax.generation import NonFiniteLogitsError, SamplingParams
+from gdnjax.generation.loop import Emission
+from gdnjax.sizes import MOST_REQUESTS, derive_limits
 from gdnjax.state import device as on_device
 from gdnjax.state.device import snapshot_bytes
 from gdnjax.state.pages import Pages
+from gdnjax.state.pool import StatePool
 from gdnjax.state.prefix_cache import PrefixCache
 from tests.generation.small import GREEDY, NEAR_TIE, PROMPTS, SMALL, STOP_ID, small_model
 from tests.generation.small import run as generate_alone
@@ -297,6 +302,7 @@ def test_a_shared_prefix_is_read_once() -> None:
     e.run()
     assert first.usage.cached_tokens == 0
     assert [h.usage.cached_tokens for h in again] == [32, 32]
+    assert (e.counters["prefix_hits"], e.counters["prefix_tokens"]) == (2, 64)
     for handle in (first, *again):
         assert_alone(handle)
     assert e.counters["prefill_tokens"] == 43 + 2 * 15
@@ -440,3 +446,64 @@ def test_after_an_error_of_the_device_everybody_goes_on(program: str, monkeypatc
         assert handle.finish_reason == "length"
         assert_alone(handle)
     assert_clean(e)
+
+
+def test_requests_under_which_steps_keep_failing_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step that never works, then a pool that cannot be made: neither goes on for ever."""
+    e = engine()
+    ended: list[Any] = []
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory on the device")
+
+    for name in ("run_decode", "_make_pool", "acquire"):
+        with monkeypatch.context() as patch:
+            owner = {"run_decode": programs, "_make_pool": e, "acquire": StatePool}[name]
+            patch.setattr(owner, name, fails)
+            handles = [e.submit(p, 12, stop_ids=(), on_piece=ended.append) for p in PROMPTS[:2]]
+            e._lost = name == "_make_pool"
+            failures = 0
+            while e.waiting or e.running:
+                with pytest.raises(MemoryError):
+                    e.step()
+                failures += 1
+                assert failures < 10
+            # Who is admitted is tried three times, and so is each that waits for it.
+            assert failures == (6 if name == "acquire" else 3)
+            assert [h.finish_reason for h in handles] == ["error", "error"]
+    assert ended == [None] * 6
+    after = e.submit(PROMPTS[0], 12, stop_ids=())
+    e.run()
+    assert_alone(after)
+    assert_clean(e)
+
+
+def test_a_flood_of_token_0_ends_a_request() -> None:
+    e, model = engine(), small_model()
+    sane = model.params
+    # Flat logits, as kernels that write nothing leave them: all tokens are alike, and 0 comes first.
+    e._launcher.params = jax.tree.map(jnp.zeros_like, sane)
+    flooded = e.submit(PROMPTS[0], 50, stop_ids=())
+    short = e.submit(PROMPTS[1], FLOOD - 1, stop_ids=())
+    e.run()
+    assert (flooded.finish_reason, flooded.tokens) == ("error", [0] * FLOOD)
+    assert (short.finish_reason, short.tokens) == ("length", [0] * (FLOOD - 1))
+    e._launcher.params = sane
+    # A model that is sure of it may say the same for as long as it likes.
+    handle = e.submit(PROMPTS[0], 50, stop_ids=())
+    for _ in drive(e):
+        for i, flight in enumerate(e._launcher.flights):
+            assert isinstance(flight, Flight)
+            sure = Emission(jnp.zeros_like(flight.emission.token), jnp.full_like(flight.emission.logprob, -0.1))
+            e._launcher.flights[i] = Flight(sure, flight.handles)
+    assert (handle.finish_reason, handle.tokens) == ("length", [0] * 50)
+    assert_clean(e)
+
+
+def test_limits_of_the_config_hold_unless_others_are_given() -> None:
+    model = small_model(**CONFIG, kv_tokens=96, max_requests=3)
+    assert (Engine(model).config.max_requests, Engine(model).config.kv_tokens) == (3, 96)
+    given = Engine(model, max_requests=2, kv_tokens="auto").config
+    assert (given.max_requests, given.kv_tokens) == (2, derive_limits(model.config, 2).kv_tokens)
+    assert given.kv_tokens != 96
+    assert Engine(small_model(**CONFIG), max_requests="auto", kv_tokens=64).config.max_requests == MOST_REQUESTS

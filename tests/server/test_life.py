@@ -1,0 +1,168 @@
+"""What happens around answers: full queues, clients that go or do not read, stops, and an engine that fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from gdnjax.engine import programs
+from gdnjax.server import worker
+from tests.server.serving import KEY, WAITING, Running, in_thread, make_engine, running, until
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+BODY: dict[str, Any] = {"prompt": [17], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+def held(server: Running) -> Any:
+    """The engine does not step in this context: what is asked for stays on its way."""
+    return server.engine._lock
+
+
+def stream(server: Running, body: dict[str, Any]) -> Any:
+    headers = {"authorization": f"Bearer {KEY}"}
+    return httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json={"stream": True} | body, headers=headers, timeout=60
+    )
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 8, "ignore_eos": True}
+
+
+def test_a_full_queue_is_said_so_and_takes_all_choices_or_none() -> None:
+    with running() as server:
+        with held(server):
+            first = in_thread(lambda: server.post(json=BODY | {"n": WAITING - 1}))
+            until(lambda: server.engine.waiting == WAITING - 1)
+            for n in (2, 3):
+                answer = server.post(json=BODY | {"n": n})
+                assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+                assert answer.json()["error"]["type"] == "rate_limit_error"
+                assert "requests wait, too many for another" in answer.json()["error"]["message"]
+                # The choice that had a place gives it back, once a step looks.
+                server.engine._take_in()
+                assert server.engine.waiting == WAITING - 1
+            last = in_thread(lambda: server.post(json=BODY))
+            until(lambda: server.engine.full)
+            # Nobody looks at what a prompt is before there is room for it.
+            for path, body in (("/v1/completions", BODY | {"prompt": ""}), ("/v1/chat/completions", {"messages": []})):
+                assert server.post(path, body).status_code == 429
+        assert first().status_code == last().status_code == 200
+        assert server.post(json=BODY).status_code == 200
+        assert server.service.worker.idle
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_goes_frees_its_place(streamed: bool) -> None:
+    with running() as server:
+        with held(server):
+            if streamed:
+                with stream(server, CHAT | {"n": 2}) as answer:
+                    assert next(answer.iter_lines()).startswith("data: ")
+                    until(lambda: server.engine.waiting == 2)
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    server.post(json=BODY | {"n": 2}, timeout=0.5)
+            until(lambda: server.service.worker.idle)
+        until(lambda: server.engine.waiting == 0)
+        assert server.engine.counters["finished_cancelled"] == 2
+        assert server.post(json=BODY).status_code == 200
+        assert server.engine.pool.live == ()
+
+
+def test_a_client_that_does_not_read_holds_up_nobody() -> None:
+    engine = make_engine(max_waiting=64)
+    with running(engine, buffers=4096, client_timeout=0.5, max_choices=64) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps(CHAT | {"stream": True, "n": 64, "max_tokens": 60, "logprobs": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect((host, int(port)))
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            until(lambda: not server.service.worker.idle)
+            (ticket,) = server.service.worker._tickets
+            assert server.post(json=BODY).status_code == 200
+            until(lambda: all(handle.done for handle in ticket.handles))
+            # What waits for it is at most the answer, and goes with it.
+            assert sum(map(len, ticket._news.values())) <= 64 * 62
+            until(lambda: server.service.worker.idle)
+        assert server.post(json=BODY).status_code == 200
+
+
+def test_a_stop_lets_running_requests_end_and_takes_no_new_ones() -> None:
+    with running() as server:
+        with held(server):
+            first = in_thread(lambda: server.post(json=BODY))
+            until(lambda: server.engine.waiting == 1)
+            server.server.drain()
+            answer = server.post(json=BODY)
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["code"] == "shutting_down"
+            health = server.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "draining")
+            assert server.thread.is_alive()
+        answer = first()
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+        server.thread.join(30)
+        assert not server.thread.is_alive() and not server.service.worker.alive
+
+
+def test_a_stop_cancels_what_does_not_end() -> None:
+    with running(drain=0.2) as server:
+        with held(server):
+            whole = in_thread(lambda: server.post(json=BODY))
+
+            def read() -> list[str]:
+                with stream(server, CHAT) as answer:
+                    return [line for line in answer.iter_lines() if line]
+
+            lines = in_thread(read)
+            until(lambda: server.engine.waiting == 2)
+            server.server.drain()
+            until(lambda: server.server._cancelled)
+        assert whole().status_code == 503
+        error = json.loads(lines()[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "shutting_down" and error["type"] == "server_error"
+        server.thread.join(30)
+        assert not server.thread.is_alive()
+
+
+def test_a_request_that_takes_too_long() -> None:
+    with running(timeout=0.2) as server:
+        with held(server):
+            answer = in_thread(lambda: server.post(json=BODY))
+            until(lambda: server.engine.waiting == 1)
+            until(lambda: server.engine._clock() > server.engine._arrived[0].deadline)
+        assert answer().status_code == 504
+        assert "not done after 0.2 s, the server's limit" in answer().json()["error"]["message"]
+
+
+def test_the_server_outlives_an_engine_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "PROBE_SECONDS", 0.05)
+    decode = programs.run_decode
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory on the device")
+
+    with running() as server:
+        monkeypatch.setattr(programs, "run_decode", fails)
+        whole = server.post(json=BODY)
+        with stream(server, CHAT) as answer:
+            *_, last = [line for line in answer.iter_lines() if line]
+        assert whole.status_code == 500
+        for error in (whole.json()["error"], json.loads(last.removeprefix("data: "))["error"]):
+            assert (error["code"], error["type"]) == ("model_error", "server_error")
+        health = server.get("/health")
+        assert health.status_code == 503
+        assert health.json() == {"status": "failing", "error": "MemoryError: no memory on the device"}
+        assert server.service.metrics.step_errors._value.get() >= 6
+        monkeypatch.setattr(programs, "run_decode", decode)
+        until(lambda: server.get("/health").status_code == 200)  # nobody has asked for anything
+        answer = server.post(json=BODY)
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        assert server.engine.pool.live == ()
