@@ -70,8 +70,17 @@ def stream(client: httpx.Client, model: str, prompt: Sequence[int], max_tokens: 
             yield chunk
 
 
+def tokens_of(choice: Any) -> list[tuple[str, float]]:
+    """A chunk's tokens with their log-probabilities, of a request with `logprobs=0`.
+
+    Its chunks tell every token, also one that completes no character.
+    """
+    found = choice.get("logprobs") or {"tokens": [], "token_logprobs": []}
+    return list(zip(found["tokens"], found["token_logprobs"], strict=True))
+
+
 def run_server(url: str, load: Load, vocab_size: int) -> dict[str, float]:
-    """`gdnjax.bench.serve.run_engine` against a server: a chunk of a stream counts as one delivery.
+    """`gdnjax.bench.serve.run_engine` against a server.
 
     Requests that the server ends early (a stop id) count like the others. Raises as `stream`.
     """
@@ -85,9 +94,9 @@ def run_server(url: str, load: Load, vocab_size: int) -> dict[str, float]:
                     return
                 prompt, delivery = next(prompts), Delivery(time.perf_counter())
                 deliveries.append(delivery)
-            for chunk in stream(connection, model, prompt, load.new_tokens):
-                if any(choice.get("text") for choice in chunk["choices"]):
-                    delivery.tokens.append(time.perf_counter())
+            for chunk in stream(connection, model, prompt, load.new_tokens, logprobs=0):
+                count = sum(len(tokens_of(choice)) for choice in chunk["choices"])
+                delivery.tokens += [time.perf_counter()] * count
                 if ended[0] >= load.clients * load.turns:
                     return
             with lock:

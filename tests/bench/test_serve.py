@@ -138,7 +138,8 @@ def server() -> Iterator[tuple[str, list[Any]]]:
             asked.append(body)
             if len(body["prompt"]) > 100:
                 return self.answer(503, "too many wait")
-            chunks = [{"choices": [{"text": f"word {i}"}]} for i in range(body["max_tokens"])]
+            scores = {"tokens": ["word"], "token_logprobs": [-0.5]}
+            chunks = [{"choices": [{"text": f"word {i}", "logprobs": scores}]} for i in range(body["max_tokens"])]
             lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in [*chunks, {"choices": []}]]
             return self.answer(200, "".join([*lines, "data: [DONE]\n\n"]))
 
@@ -175,7 +176,11 @@ def test_the_load_on_a_server(server: tuple[str, list[Any]], capsys: pytest.Capt
         assert (body["model"], body["max_tokens"], body["stream"], body["temperature"]) == ("some", 3, True, 0)
         assert 6 <= len(body["prompt"]) <= 10
     with client.connect(url, 1) as connection:
-        chunks = list(client.stream(connection, "some", [1, 2], 2, logprobs=1))
-    assert asked[-1]["logprobs"] == 1
-    assert [c["choices"] for c in chunks] == [[{"text": "word 0"}], [{"text": "word 1"}], []]
+        chunks = list(client.stream(connection, "some", [1, 2], 2, logprobs=0))
+    assert asked[-1]["logprobs"] == 0
+    assert [[(c["text"], *client.tokens_of(c)) for c in chunk["choices"]] for chunk in chunks] == [
+        [("word 0", ("word", -0.5))],
+        [("word 1", ("word", -0.5))],
+        [],
+    ]
     assert all(a != b for a, b in pairwise(asked[:4]))
