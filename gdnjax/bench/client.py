@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,10 @@ def only_model(client: httpx.Client) -> str:
     return response.json()["data"][0]["id"]
 
 
-def stream(client: httpx.Client, model: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Iterator[Any]:
-    """The chunks of one streamed completion, as JSON, as they come. Closing the iterator disconnects.
+def stream(
+    client: httpx.Client, model: str, prompt: Sequence[int], max_tokens: int, **fields: Any
+) -> Generator[Any, None, None]:
+    """The chunks of one streamed completion, as JSON, as they come. Closing the generator disconnects.
 
     Args:
         client: from `connect`.

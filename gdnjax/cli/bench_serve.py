@@ -80,11 +80,12 @@ def parse_arms(given: list[str]) -> dict[str, dict[str, Any]]:
 
     arms: dict[str, dict[str, Any]] = {}
     for text in given:
-        pairs = dict(part.partition("=")[::2] for part in text.split(","))
-        for key in pairs:
+        arms[text] = {}
+        for part in text.split(","):
+            key, _, value = part.partition("=")
             if key not in SERVING_KEYS:
                 raise UsageError(f"--arm {text}: key {key!r}; it takes {', '.join(sorted(SERVING_KEYS))}")
-        arms[text] = {key: yaml.safe_load(value) for key, value in pairs.items()}
+            arms[text][key] = yaml.safe_load(value)
     return arms
 
 
