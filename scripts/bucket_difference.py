@@ -5,8 +5,8 @@
 
 Within one number of rows a request's logits are the same bits whatever the other rows hold. With another number the
 compiler may sum in another order. This feeds one request the same tokens through decode steps of 1, 2, 4, ... rows, and
-through prefill windows padded to 16, 64, ... tokens, each from a state of its own, and compares the logits with those of
-the largest: largest difference, and where another token is the best one, by how much the two differ.
+through prefill windows padded to 16, 64, ... tokens, each from a state of its own, and compares the logits with those
+of the largest: largest difference, and where another token is the best one, by how much the two differ.
 """
 
 from __future__ import annotations

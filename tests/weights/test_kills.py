@@ -39,6 +39,34 @@ while True:
 """
 
 
+# A file is written, and not yet safe on the disk.
+STUCK = """
+import os, sys, time
+from tests.weights.test_kills import REPORT, write_layout
+
+def stuck(_):
+    print("stuck", flush=True)
+    time.sleep(600)
+
+os.fsync = stuck
+write_layout(sys.argv[1], "tiny", REPORT)
+"""
+
+
+def test_a_shape_has_its_name_only_once_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", STUCK, str(path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "stuck\n"
+        finally:
+            child.kill()
+    assert not path.exists()
+    write_layout(str(path), "tiny", REPORT)
+    assert from_preset(str(path)).for_platform("cpu").state_layout == "twin"
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_what_was_being_written_is_whole_or_not_there(make, tmp_path: Path, seed: int) -> None:
     checkpoint = make()
