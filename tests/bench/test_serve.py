@@ -75,10 +75,10 @@ def test_so_many_clients_run_all_the_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_arm_has_room_for_its_loads() -> None:
-    loads = [LOAD, dataclasses.replace(LOAD, clients=3, prompt_tokens=40)]
+    loads = [LOAD, dataclasses.replace(LOAD, clients=3, prompt_tokens=40, new_tokens=100)]
     config = arm_config(SMALL, loads, {"state_layout": "twin", "page_size": 8})
     assert (config.max_requests, config.state_layout, config.page_size) == (3, "twin", 8)
-    assert config.max_length >= 50 + 5 and config.kv_tokens == 3 * config.pages_per_request * 8
+    assert config.max_length == 50 + 100 and config.kv_tokens == 3 * config.pages_per_request * 8
     assert arm_config(SMALL, loads, {"max_requests": 7}).max_requests == 7
 
 
@@ -131,11 +131,13 @@ def server() -> Iterator[tuple[str, list[Any]]]:
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer(200, json.dumps({"data": [{"id": "some"}]}))
+            known = self.path == "/v1/models"
+            self.answer(200 if known else 404, json.dumps({"data": [{"id": "some"}]}))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(body)
+            assert self.path == "/v1/completions"
             if len(body["prompt"]) > 100:
                 return self.answer(503, "too many wait")
             scores = {"tokens": ["word"], "token_logprobs": [-0.5]}
