@@ -201,7 +201,7 @@ class TextStream:
         if self._finished:
             raise RuntimeError("push after finish: start another stream with Tokenizer.stream()")
         # All ids are checked before the decoder's state moves, so that a bad id leaves the stream usable.
-        data = b"".join(self._tokenizer._bytes_of(i, self._skip_control) for i in _as_list(ids))
+        data = b"".join([self._tokenizer._bytes_of(i, self._skip_control) for i in _as_list(ids)])
         return self._decoder.decode(data)
 
     def finish(self) -> str:

@@ -1,4 +1,4 @@
-"""`gdnjax bench`: measurements on the device at hand, as ratios to a copy in the same run."""
+"""`gdnjax bench`: measurements on the device at hand, as ratios to something in the same run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import tempfile
 from typing import Any
 
-from gdnjax.cli import UsageError, add_json_flag, print_json
+from gdnjax.cli import UsageError, add_json_flag, bench_serve, print_json
 from gdnjax.cli.source import add_platform, require_platform
 
 ROWS = (1, 4, 16, 64)
@@ -27,6 +27,7 @@ def add_parser(commands: Any) -> None:
         add_platform(command)
         add_json_flag(command)
         command.set_defaults(run=run)
+    bench_serve.add_parser(what)
 
 
 def run_kernels(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -104,6 +104,8 @@ class Engine:
         self._lock = threading.RLock()
         self._debug = debug_level() > 0
         self.counters: collections.Counter[str] = collections.Counter()
+        # Seconds that steps have spent waiting for the device, of all the time they took.
+        self.seconds_waiting = 0.0
 
     # Requests
 
@@ -274,6 +276,7 @@ class Engine:
             self._queue.remove(handle)
             start = self.pool.position(request)
             handle.request, handle.to_read, handle.sent = request, ids, len(handle.tokens)
+            handle.reading = True
             handle.cuts = self.pool.prefixes.boundaries(ids, start)
             if not handle.preemptions:
                 handle.cached = start
@@ -286,7 +289,7 @@ class Engine:
     def _read(self) -> None:
         """Reads one window of prompts."""
         position = self.pool.position
-        behind = sorted((h for h in self._running.values() if not self._has_read(h)), key=scheduler.rank)
+        behind = sorted((h for h in self._running.values() if h.reading), key=scheduler.rank)
         if not behind:
             return
         budget, pieces = self._chunk, self._launcher.pieces
@@ -300,15 +303,16 @@ class Engine:
         self._launcher.read(plan, self._running)
         self.counters["prefill_tokens"] += sum(plan.counts)
         for request in plan.requests:
-            read = self._running[request].to_read[: position(request)]
-            if len(read) in self._running[request].cuts:
-                self.counters["prefixes_kept"] += self.pool.remember(request, read)
+            handle, end = self._running[request], position(request)
+            handle.reading = end < len(handle.to_read)
+            if end in handle.cuts:
+                self.counters["prefixes_kept"] += self.pool.remember(request, handle.to_read[:end])
 
     def _decode(self, behind: list[Flight | ScoreFlight]) -> None:
         """One token of every request that has read its prompt and may have more."""
         most = self._launcher.row_buckets[-1]
         while True:
-            ready = [r for r, h in self._running.items() if self._has_read(h) and h.sent < h.max_new_tokens]
+            ready = [r for r, h in self._running.items() if not h.reading and h.sent < h.max_new_tokens]
             if not ready:
                 return
             try:
@@ -319,9 +323,6 @@ class Engine:
         for plan in plans:
             self._launcher.decode(plan, self._running)
         self.counters["decode_steps"] += 1
-
-    def _has_read(self, handle: Handle) -> bool:
-        return handle.request is not None and self.pool.position(handle.request) >= len(handle.to_read)
 
     def _make_room(self, behind: list[Flight | ScoreFlight]) -> None:
         """Frees KV pages: by what is about to end, else by preempting the last in order of service."""
@@ -384,32 +385,41 @@ class Engine:
                 handle = flight.handle
                 # Behind the prompt's last token there is nothing to score, unless the caller has said what.
                 most = len(handle.prompt) - (handle.followed_by is None)
-                handle.prompt_logprobs += np.asarray(flight.logprobs)[: flight.count].tolist()
+                (scores,) = self._fetch(flight.logprobs)
+                handle.prompt_logprobs += scores[: flight.count]
                 del handle.prompt_logprobs[most:]
                 continue
-            tokens, logprobs = np.asarray(flight.emission.token), np.asarray(flight.emission.logprob)
-            for row, handle in enumerate(flight.handles):
-                if handle is None or handle.done:
+            tokens, logprobs = self._fetch(flight.emission.token, flight.emission.logprob)
+            received = 0
+            for handle, token, logprob in zip(flight.handles, tokens, logprobs, strict=False):
+                if handle is None or handle.finish_reason is not None:
                     continue
-                token = int(tokens[row])
                 if token == NOT_FINITE:
                     self._finish(handle, "error")
                     broken.append(handle.number)
                     continue
-                handle.logprobs.append(float(logprobs[row]))
+                handle.logprobs.append(logprob)
                 handle.tokens.append(token)
-                self.counters["generated_tokens"] += 1
-                more = handle.collector.push(token, float(logprobs[row]))
-                handle.zeros = handle.zeros + 1 if token == 0 and logprobs[row] < FLOOD_LOGPROB else 0
+                received += 1
+                more = handle.collector.push(token, logprob)
+                handle.zeros = handle.zeros + 1 if token == 0 and logprob < FLOOD_LOGPROB else 0
                 if handle.zeros >= FLOOD:
                     self._finish(handle, "error")
                 elif not more or len(handle.tokens) == handle.max_new_tokens:
                     self._finish(handle, "length" if more else "stop")
+            self.counters["generated_tokens"] += received
         if broken and self._debug:
             raise NonFiniteLogitsError(
                 f"requests {broken}: the logits are NaN or infinite; check the weights, or load them with "
                 "dtype='float32'"
             )
+
+    def _fetch(self, *arrays: jax.Array) -> list[list[Any]]:
+        """Arrays of one axis as lists, once the device has them."""
+        start = time.perf_counter()
+        fetched = [np.asarray(array) for array in arrays]
+        self.seconds_waiting += time.perf_counter() - start
+        return [array.tolist() for array in fetched]
 
     def _finish(self, handle: Handle, reason: FinishReason) -> None:
         handle.collector.result(logprobs=False)  # hands out the text that it held back

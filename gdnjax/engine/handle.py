@@ -68,11 +68,12 @@ class Handle:
     pieces: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
     on_piece: Callable[[Piece | None], None] | None = None
 
-    # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, and where
-    # prefixes of that are kept; tokens whose sampling was sent; whether what it reads is scored, and the token
-    # that follows the prompt, scored too; steps that failed under it, and tokens 0 at its end.
+    # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, whether some of
+    # that is left, and where prefixes of it are kept; tokens whose sampling was sent; whether what it reads is
+    # scored, and the token that follows the prompt, scored too; steps that failed under it, and tokens 0 at its end.
     request: int | None = None
     to_read: list[int] = dataclasses.field(default_factory=list)
+    reading: bool = False
     cuts: list[int] = dataclasses.field(default_factory=list)
     sent: int = 0
     scoring: bool = False

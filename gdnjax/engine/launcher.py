@@ -11,7 +11,7 @@ import numpy as np
 
 from gdnjax.engine import programs
 from gdnjax.engine.handle import Handle
-from gdnjax.engine.programs import MODES, new_slate, settings
+from gdnjax.engine.programs import MODES, Mode, new_slate, settings
 from gdnjax.engine.scheduler import row_buckets, smallest, token_buckets
 from gdnjax.generation.loop import Emission
 from gdnjax.generation.sampling import SamplingParams
@@ -111,20 +111,20 @@ class Launcher:
         self, logits: jax.Array, requests: Sequence[int | None], handles: Mapping[int, Handle], rows: int
     ) -> None:
         """Samples for the rows that have a request, each by its own sampler."""
-        owners = [None if r is None else handles[r] for r in requests]
-        for mode in MODES:
-            mine = [h if h is not None and h.mode == mode else None for h in owners]
-            if not any(h is not None for h in mine):
+        # By sampler: the number of each row's request, and its handle.
+        drawn: dict[Mode, tuple[list[int], list[Handle | None]]] = {}
+        for row, request in enumerate(requests):
+            if request is None:
                 continue
-            numbers = np.full(rows, -1, np.int32)
-            for row, (handle, request) in enumerate(zip(mine, requests, strict=True)):
-                if handle is not None and request is not None:
-                    numbers[row] = request
-                    handle.sent += 1
-            self.slate, emission = programs.run_draw(self.slate, logits, numbers, mode=mode)
+            handle = handles[request]
+            handle.sent += 1
+            numbers, owners = drawn.setdefault(handle.mode, ([-1] * rows, [None] * rows))
+            numbers[row], owners[row] = request, handle
+        for mode, (numbers, owners) in drawn.items():
+            self.slate, emission = programs.run_draw(self.slate, logits, np.array(numbers, np.int32), mode=mode)
             emission.token.copy_to_host_async()
             emission.logprob.copy_to_host_async()
-            self.flights.append(Flight(emission, tuple(mine)))
+            self.flights.append(Flight(emission, tuple(owners)))
 
     def warming(self) -> Iterator[Callable[[], Any]]:
         """Calls that together compile everything that serving can need; they change nothing."""

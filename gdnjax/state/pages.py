@@ -164,6 +164,8 @@ class Pages:
         for request, (first, end) in writes.items():
             holding = self._held[request]
             have, need = len(holding.pages), self.for_tokens(end)
+            if end - first == 1 and need <= have and self._references[holding.pages[need - 1]] == 1:
+                continue  # nearly every decode row: it goes on in a page of its own
             for place in range(first // self.size, have if end > first else 0):
                 page = holding.pages[place]
                 if self._references[page] - references[page] > 1:
