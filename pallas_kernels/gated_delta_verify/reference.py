@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_decode.qkv import QkvLayout, qkv_layout
-from pallas_kernels.gated_delta_decode.reference import delta_update, gates, normalize_qk
+from pallas_kernels.gated_delta_decode.reference import read_state, update_rows, write_state
 from pallas_kernels.gated_delta_verify.record import Groups, Record
 
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -30,9 +30,6 @@ def run_rows(
 ) -> tuple[jax.Array, jax.Array, Any]:
     """The first `count` rows of every group, one after the other.
 
-    A loop whose length is known only at run time: its body compiles the same way wherever it stands, while the
-    update of a single row could be fused with what surrounds it.
-
     Args:
         state: `[G, Hv, dv, dk]` float32.
         rows: see `Rows`.
@@ -44,31 +41,17 @@ def run_rows(
     Returns:
         The state, outputs `[G, T, Hv, dv]` float32 with zeros on rows that did not run, and what was kept.
     """
-    per_key_head = rows[2].shape[2] // rows[1].shape[2]
 
     def body(t: jax.Array, carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
         state, out, kept = carry
         q, k, v, a, b = (jax.lax.dynamic_index_in_dim(x, t, 1, keepdims=False) for x in rows)
-        g, beta = gates(a, b, a_log, dt_bias)
-        q, k = (jnp.repeat(x, per_key_head, axis=1) for x in normalize_qk(q, k))
         runs = t < count
-        after, y = delta_update(state, q, k, v.astype(jnp.float32), g, beta)
-        state = jnp.where(runs[:, None, None, None], after, state)
-        out = out.at[:, t].set(jnp.where(runs[:, None, None], y, 0.0))
+        state, y = update_rows(runs, state, q, k, v, a, b, a_log, dt_bias)
+        out = out.at[:, t].set(y)
         return state, out, keep(kept, t, runs, state)
 
     out = jnp.zeros(rows[2].shape, jnp.float32)
     return jax.lax.fori_loop(0, jnp.max(count, initial=0), body, (state, out, kept))
-
-
-def read_state(pool: jax.Array, source: jax.Array) -> jax.Array:
-    """Slots as float32 `[G, Hv, dv, dk]`; zeros for slot 0 whatever it holds."""
-    return jnp.where((source > 0)[:, None, None, None], pool[source].astype(jnp.float32), 0.0)
-
-
-def write_state(pool: jax.Array, target: jax.Array, state: jax.Array) -> jax.Array:
-    """Stores `[G, Hv, dv, dk]` but for target 0."""
-    return pool.at[jnp.where(target > 0, target, pool.shape[0])].set(state.astype(pool.dtype), mode="drop")
 
 
 def candidate_rows(qkv: jax.Array, a: jax.Array, b: jax.Array, layout: QkvLayout, groups: int) -> Rows:
