@@ -72,9 +72,7 @@ def gated_delta_pages(
     sizes = cut(tile, pool)
     out = jax.ShapeDtypeStruct((qkv.shape[0], heads, dv), qkv.dtype)
     out, pool = launch(
-        functools.partial(
-            _pages, layout=qkv_layout(qkv, pool), gate_columns=(a.start, b.start), cut=sizes, rows=rows
-        ),
+        functools.partial(_pages, layout=qkv_layout(qkv, pool), gate_columns=(a.start, b.start), cut=sizes, rows=rows),
         [source, pages, count, qkv, a.array, b.array, a_log, dt_bias, pool],
         name="gated_delta_pages",
         grid=(dv // sizes.block, heads, groups),

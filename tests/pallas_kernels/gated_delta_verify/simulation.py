@@ -294,24 +294,27 @@ def _tokens_design(layers: tuple[Layer, ...], weights: list[Any], implementation
         advance = jnp.clip(step.accepted, 0, step.ran)
         group = jnp.maximum(step.request, 0)
         states = tuple(pool[read[group]] for pool in carry["pools"])
-        pools, rings, rows = list(carry["pools"]), list(carry["rings"]), []
-        for t in range(ROWS):
+
+        def token(held: Any, t: jax.Array) -> Any:
+            pools, rings, position, read, write = held
+            pools, rings, outputs = list(pools), list(rings), []
             live = (step.request >= 0) & (t < advance[group])
             source, target, ring_row = (jnp.where(live, x, 0) for x in (read[group], write[group], group + 1))
-            outputs = []
+            here = jnp.where(live, position[group], 0)
             for i, (conv, a_log, dt_bias) in enumerate(weights):
                 x, a, b = (y[i].reshape(GROUPS, ROWS, -1)[:, t] for y in (step.x, step.a, step.b))
-                here = jnp.where(live, position[group], 0)
                 qkv, rings[i] = causal_conv_decode(x, conv, rings[i], ring_row, here, implementation)
                 out, pools[i] = gated_delta_decode(
                     *(qkv, *packed(a, b), a_log, dt_bias, pools[i], source, target, here > 0, implementation)
                 )
                 outputs.append(out)
-            rows.append(outputs)
             ran = t < advance
-            position = position + ran
             read, write = jnp.where(ran, write, read), jnp.where(ran, read, write)
-        outputs = [jnp.stack(y, axis=1).reshape(-1, *y[0].shape[1:]) for y in zip(*rows, strict=True)]
+            return (pools, rings, position + ran, read, write), outputs
+
+        held = carry["pools"], carry["rings"], position, read, write
+        (pools, rings, position, read, write), rows = jax.lax.scan(token, held, jnp.arange(ROWS))
+        outputs = [jnp.swapaxes(y, 0, 1).reshape(-1, *y.shape[2:]) for y in rows]
         after = {"pools": pools, "rings": rings, "position": position, "read": read, "write": write}
         return after, Trace(tuple(outputs), states, _windows(rings, position))
 
