@@ -101,8 +101,8 @@ def draw(layers: tuple[Layer, ...], steps: int, seed: int, lockstep: bool = Fals
     ran = np.zeros((steps, REQUESTS), np.int32)
     row, group = np.nonzero(request >= 0)
     ran[row, request[row, group]] = count[row, group]
-    accepted = 1 + (rng.random((steps, 1 if lockstep else REQUESTS)) * ran).astype(np.int32)
-    stray = rng.random(accepted.shape)
+    accepted, stray = rng.random((2, steps, 1 if lockstep else REQUESTS))
+    accepted = 1 + (accepted * ran).astype(np.int32)
     accepted = np.where(stray < 0.03, -1, np.where(stray > 0.97, ran + 5, accepted)).astype(np.int32)
     dead = (np.arange(ROWS) >= count[..., None]).reshape(steps, -1)
 

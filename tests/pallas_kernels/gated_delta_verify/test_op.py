@@ -97,7 +97,7 @@ def test_only_what_a_step_owns_changes(dtype: Any, implementation: Implementatio
     assert np.isfinite(np.asarray(after[write[write > 0]], np.float32)).all()
 
     expected = jax.tree.map(np.copy, record)
-    q, k, v = SHAPE.layout.split(np.asarray(inputs[0]).reshape(4, ROWS, -1))
+    _, k, v = SHAPE.layout.split(np.asarray(inputs[0]).reshape(4, ROWS, -1))
     raw = np.stack([x.reshape(4, ROWS, -1) for x in inputs[1:]], axis=2)
     for group, request in enumerate(REQUEST):
         for t in range(COUNT[group]):
@@ -197,17 +197,17 @@ def test_the_window_of_accepted_rows(accepted: int, implementation: Implementati
 
 
 def test_all_paths_share_one_update_and_one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+    seen: list[list[tuple[int, ...]]] = []
 
     def spy(state: Any, *rest: Any) -> Any:
         seen.append([x.shape for x in (*state, *rest[0], *rest[1])])
-        return decode_kernel_update(state, *rest)
+        return update(state, *rest)
 
-    decode_kernel_update = decode_kernel.update_strip
-    assert kernel.update_strip is decode_kernel_update
+    update = decode_kernel.update_strip
+    assert kernel.update_strip is update
     monkeypatch.setattr(kernel, "update_strip", spy)
     monkeypatch.setattr(decode_kernel, "update_strip", spy)
-    pool, record, recorded = world()
+    pool, record, recorded = jax.tree.map(jnp.asarray, world())
     groups = (REQUEST, READ, READ, HAS_STATE)
     inputs, pages = candidates(4, 4 * ROWS), np.zeros((4, ROWS), np.int32)
     calls = (
