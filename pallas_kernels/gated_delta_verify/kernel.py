@@ -1,8 +1,9 @@
 """Verifying candidate rows on one state page: the decode kernel's strips, with loops over rows around its update.
 
-A program owns its strips of one head of one request, and everything that follows from them: it replays what the
-record says, stores the checkpoint, and runs the new rows without storing a state. What it writes to the record is
-the half that nobody reads.
+A program owns a strip of one head of one request, and everything that follows from it: it replays what the record
+says, stores the checkpoint, and runs the new rows without storing a state. What it writes to the record is the half
+that nobody reads. Rows that wait for each other are latency, which only other programs hide: hence one strip a
+program, however many decode takes.
 
 **Every row goes through `gated_delta_decode.kernel.update_strip` in a loop's body, with decode's tile.** Sums of
 one order and the same contraction of products and sums are what makes the bits the same as those of decoding
@@ -32,57 +33,75 @@ SOURCE, TARGET, REPLAY, REPLAYED, RECORD, COUNT = range(6)
 
 Inputs = tuple[Pieces, Pieces, jax.Array, jax.Array, jax.Array]
 """q, k, v, a and b of one row, as `update_strip` takes them."""
+Weights = tuple[jax.Array, jax.Array]
+"""A head's A_log and dt_bias."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """A tile as it fits a pool: see `Tile`."""
+class Sizes:
+    """What a kernel is compiled for.
 
+    * `strip`, `piece`: those of a tile, as they fit.
+    * `rows`: of a group. `record_rows`: of a record's half.
+    * `a`, `b`: their first columns in packed rows.
+    """
+
+    layout: QkvLayout
     strip: int
-    strips: int
     piece: int
-
-    @property
-    def block(self) -> int:
-        """Rows of V of one program."""
-        return self.strip * self.strips
-
-
-def cut(tile: Tile, pool: jax.Array) -> Cut:
-    """The sizes of a tile, halved until they divide what they cut."""
-    dv, dk = pool.shape[2:]
-    strip = math.gcd(tile.strip, dv)
-    return Cut(strip, math.gcd(tile.strips, dv // strip), math.gcd(tile.piece, dk))
+    rows: int = 0
+    record_rows: int = 0
+    a: int = 0
+    b: int = 0
 
 
-def ask_strip(pool: Any, source: jax.Array, head: jax.Array, rows_of_v: Any, layout: QkvLayout, cut: Cut) -> Pieces:
-    """A strip of a slot, as it is stored; zeros for slot 0 whatever it holds."""
-    tile = (cut.strip, cut.piece)
-    asked, zeros = jnp.broadcast_to(source > 0, tile), jnp.zeros(tile, pool.dtype)
-    return tuple(load(pool.at[source, head, rows_of_v, x], mask=asked, other=zeros) for x in columns(layout, cut))
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What one program works on: a strip of V, from row `start`, of one head, for one group of rows."""
+
+    sizes: Sizes
+    start: jax.Array
+    head: jax.Array
+    group: jax.Array
+
+    def of_slot(self, pool: Any, slot: jax.Array) -> list[Any]:
+        """The strip in a slot, in pieces of K."""
+        s, rows = self.sizes, pl.ds(self.start, self.sizes.strip)
+        return [pool.at[slot, self.head, rows, pl.ds(x, s.piece)] for x in range(0, s.layout.key_dim, s.piece)]
+
+    def load(self, pool: Any, slot: jax.Array) -> Pieces:
+        """The strip in float32; zeros for slot 0 whatever it holds."""
+        tile = (self.sizes.strip, self.sizes.piece)
+        asked, zeros = jnp.broadcast_to(slot > 0, tile), jnp.zeros(tile, pool.dtype)
+        stored = [load(ref, mask=asked, other=zeros) for ref in self.of_slot(pool, slot)]
+        return tuple(x.astype(jnp.float32) for x in stored)
+
+    def store(self, pool: Any, slot: jax.Array, state: Pieces) -> Pieces:
+        """Stores the strip, but not in slot 0; returns what was stored, in float32."""
+        stored = [x.astype(pool.dtype) for x in state]
+
+        @pl.when(slot > 0)
+        def _() -> None:
+            for ref, x in zip(self.of_slot(pool, slot), stored, strict=True):
+                store(ref, x, eviction_policy="evict_first")
+
+        return tuple(x.astype(jnp.float32) for x in stored)
+
+    def key(self, rows: Any, row: jax.Array, first: jax.Array) -> Pieces:
+        """q or k: columns from `first` on of a row, for every row of the strip."""
+        return read_pieces(rows, row, first, self.sizes.layout.key_dim, self.sizes.strip, self.sizes.piece)
 
 
-def store_strip(
-    pool: Any, target: jax.Array, head: jax.Array, rows_of_v: Any, state: Pieces, layout: QkvLayout, cut: Cut
-) -> None:
-    """The counterpart of `ask_strip`; stores nothing in slot 0."""
-
-    @pl.when(target > 0)
-    def _() -> None:
-        for x, piece in zip(columns(layout, cut), state, strict=True):
-            store(pool.at[target, head, rows_of_v, x], piece, eviction_policy="evict_first")
-
-
-def columns(layout: QkvLayout, cut: Cut) -> list[Any]:
-    """The pieces of K."""
-    return [pl.ds(start, cut.piece) for start in range(0, layout.key_dim, cut.piece)]
+def here(sizes: Sizes) -> Place:
+    """This program's place on the grid."""
+    return Place(sizes, pl.program_id(0) * sizes.strip, pl.program_id(1), pl.program_id(2))
 
 
 def run_rows(
     state: Pieces,
     count: jax.Array,
     read: Callable[[jax.Array], Inputs],
-    weights: tuple[jax.Array, jax.Array],
+    weights: Weights,
     done: Callable[[jax.Array, Pieces, jax.Array], None],
 ) -> Pieces:
     """Rows 0 to `count` of a group on one strip, one after the other.
@@ -101,116 +120,75 @@ def run_rows(
     return state
 
 
-def replay_strip(
-    record: tuple[Any, Any, Any],
-    table: Any,
-    group: jax.Array,
-    head: jax.Array,
-    start: jax.Array,
-    state: Pieces,
-    weights: tuple[jax.Array, jax.Array],
-    layout: QkvLayout,
-    cut: Cut,
-    record_rows: int,
-) -> Pieces:
-    """Replays a group's accepted rows into a strip that starts at row `start` of V."""
-    keys, values, gates = record
-    first, last = table[group, REPLAY], record_rows - 1
+def replay_strip(place: Place, table: Any, record: tuple[Any, Any, Any], state: Pieces, weights: Weights) -> Pieces:
+    """Replays a group's accepted rows."""
+    (keys, values, gates), layout, head = record, place.sizes.layout, place.head
+    first, last = table[place.group, REPLAY], place.sizes.record_rows - 1
+    v_columns = pl.ds(head * layout.value_dim + place.start, place.sizes.strip)
 
     def read(t: jax.Array) -> Inputs:
         row = first + jnp.minimum(t, last)
-        k = read_pieces(keys, row, layout.q(head), layout.key_dim, cut.strip, cut.piece)
-        v = values[row, pl.ds(head * layout.value_dim + start, cut.strip)]
+        k = place.key(keys, row, layout.q(head))
         # A state does not depend on q: what is read with it here is dropped.
-        return k, k, v, gates[row, head], gates[row, layout.value_heads + head]
+        return k, k, values[row, v_columns], gates[row, head], gates[row, layout.value_heads + head]
 
-    return run_rows(state, table[group, REPLAYED], read, weights, lambda *_: None)
+    return run_rows(state, table[place.group, REPLAYED], read, weights, lambda *_: None)
 
 
 def run_strip(
+    place: Place,
     inputs: tuple[Any, Any, Any],
     out: Any,
-    gate_columns: tuple[int, int],
-    group: jax.Array,
     count: jax.Array,
-    head: jax.Array,
-    start: jax.Array,
     state: Pieces,
-    weights: tuple[jax.Array, jax.Array],
-    layout: QkvLayout,
-    cut: Cut,
-    rows: int,
+    weights: Weights,
     keep: Callable[[jax.Array, Pieces], None] = lambda *_: None,
 ) -> None:
-    """Runs a group's new rows on a strip that starts at row `start` of V, and writes their outputs.
-
-    `keep` gets each row's number and state.
-    """
-    qkv, a, b = inputs
-    a_column, b_column = gate_columns
+    """Runs a group's new rows and writes their outputs, zeros from row `count` on. `keep` gets each row's number and
+    state."""
+    (qkv, a, b), s, head = inputs, place.sizes, place.head
+    v_columns, first = pl.ds(s.layout.v(head) + place.start, s.strip), place.group * s.rows
 
     def read(t: jax.Array) -> Inputs:
-        row = group * rows + jnp.minimum(t, rows - 1)
-        q, k = (
-            read_pieces(qkv, row, first, layout.key_dim, cut.strip, cut.piece)
-            for first in (layout.q(head), layout.k(head))
-        )
-        v = qkv[row, pl.ds(layout.v(head) + start, cut.strip)]
-        return q, k, v, a[row, a_column + head], b[row, b_column + head]
+        row = first + jnp.minimum(t, s.rows - 1)
+        q, k = (place.key(qkv, row, column) for column in (s.layout.q(head), s.layout.k(head)))
+        return q, k, qkv[row, v_columns], a[row, s.a + head], b[row, s.b + head]
+
+    def write(t: jax.Array, y: jax.Array) -> None:
+        out[first + t, head, pl.ds(place.start, s.strip)] = y.astype(out.dtype)
 
     def done(t: jax.Array, state: Pieces, y: jax.Array) -> None:
-        out[group * rows + t, head, pl.ds(start, cut.strip)] = y.astype(out.dtype)
+        write(t, y)
         keep(t, state)
 
     run_rows(state, count, read, weights, done)
+    jax.lax.fori_loop(count, s.rows, lambda t, _: write(t, jnp.zeros((s.strip,), jnp.float32)), None)
 
 
-def zero_dead_rows(
-    out: Any, group: jax.Array, count: jax.Array, head: jax.Array, first: jax.Array, cut: Cut, rows: int
-) -> None:
-    """Zeros on a group's rows from `count` on: all of them, for padding."""
-
-    def body(t: jax.Array, _: None) -> None:
-        out[group * rows + t, head, pl.ds(first, cut.block)] = jnp.zeros((cut.block,), out.dtype)
-
-    jax.lax.fori_loop(count, rows, body, None)
-
-
-def record_rows_of(
-    inputs: tuple[Any, Any, Any],
-    record: tuple[Any, Any, Any],
-    gate_columns: tuple[int, int],
-    table: Any,
-    group: jax.Array,
-    head: jax.Array,
-    first: jax.Array,
-    layout: QkvLayout,
-    cut: Cut,
-    rows: int,
-) -> None:
-    """Writes the program's share of a group's new rows into the record: v of its strips, and what a head's, or a
-    key head's, first program writes for all."""
+def record_strip(place: Place, table: Any, inputs: tuple[Any, Any, Any], record: tuple[Any, Any, Any]) -> None:
+    """Writes the program's share of a group's new rows into the record: v of its strip, and what a head's, or a key
+    head's, first program writes for all."""
     (qkv, a, b), (keys, values, gates) = inputs, record
-    a_column, b_column = gate_columns
-    count, source, target = table[group, COUNT], group * rows, table[group, RECORD]
+    s, layout, head, start = place.sizes, place.sizes.layout, place.head, place.start
+    count, source, target = table[place.group, COUNT], place.group * s.rows, table[place.group, RECORD]
 
     def copy(old: Any, old_column: Any, new: Any, new_column: Any, width: int) -> None:
         # All loads before the first store: none of them waits for another.
-        mask = [jnp.broadcast_to(t < count, (width,)) for t in range(rows)]
-        asked = [old.at[source + t, pl.ds(old_column, width)] for t in range(rows)]
+        masks = [jnp.broadcast_to(t < count, (width,)) for t in range(s.rows)]
+        asked = [old.at[source + t, pl.ds(old_column, width)] for t in range(s.rows)]
         zeros = jnp.zeros((width,), old.dtype)
-        found = [load(ref, mask=live, other=zeros) for ref, live in zip(asked, mask, strict=True)]
-        for t in range(rows):
-            store(new.at[target + t, pl.ds(new_column, width)], found[t], mask=mask[t])
+        found = [load(ref, mask=mask, other=zeros) for ref, mask in zip(asked, masks, strict=True)]
+        for t, (mask, x) in enumerate(zip(masks, found, strict=True)):
+            store(new.at[target + t, pl.ds(new_column, width)], x, mask=mask)
 
-    copy(qkv, layout.v(head) + first, values, head * layout.value_dim + first, cut.block)
+    copy(qkv, layout.v(head) + start, values, head * layout.value_dim + start, s.strip)
 
-    @pl.when(first == 0)
+    @pl.when(start == 0)
     def _() -> None:
-        copy(a, a_column + head, gates, head, 1)
-        copy(b, b_column + head, gates, layout.value_heads + head, 1)
+        copy(a, s.a + head, gates, head, 1)
+        copy(b, s.b + head, gates, layout.value_heads + head, 1)
 
-    @pl.when((first == 0) & (head % (layout.value_heads // layout.key_heads) == 0))
+    @pl.when((start == 0) & (head % (layout.value_heads // layout.key_heads) == 0))
     def _() -> None:
         copy(qkv, layout.k(head), keys, layout.q(head), layout.key_dim)
 
@@ -232,55 +210,31 @@ def _verify(
     values: Any,
     gates: Any,
     *,
-    layout: QkvLayout,
-    gate_columns: tuple[int, int],
-    cut: Cut,
-    rows: int,
-    record_rows: int,
+    sizes: Sizes,
 ) -> None:
-    first, head, group = pl.program_id(0) * cut.block, pl.program_id(1), pl.program_id(2)
-    source, target, count = (table[group, x] for x in (SOURCE, TARGET, COUNT))
-    inputs, record, weights = (qkv, a, b), (keys, values, gates), (a_log[head], dt_bias[head])
-    starts = [first + number * cut.strip for number in range(cut.strips)]
-    upcoming = ask_strip(pool, source, head, pl.ds(starts[0], cut.strip), layout, cut)
-    record_rows_of(inputs, record, gate_columns, table, group, head, first, layout, cut, rows)
-    for number, start in enumerate(starts):
-        state = tuple(x.astype(jnp.float32) for x in upcoming)
-        if number + 1 < cut.strips:
-            upcoming = ask_strip(pool, source, head, pl.ds(starts[number + 1], cut.strip), layout, cut)
-        state = replay_strip(record, table, group, head, start, state, weights, layout, cut, record_rows)
-        # Rounded once, after the last replayed row; what follows starts from what is stored.
-        stored = tuple(x.astype(pool.dtype) for x in state)
-        store_strip(pool, target, head, pl.ds(start, cut.strip), stored, layout, cut)
-        state = tuple(x.astype(jnp.float32) for x in stored)
-        run_strip(inputs, out, gate_columns, group, count, head, start, state, weights, layout, cut, rows)
-    zero_dead_rows(out, group, count, head, first, cut, rows)
+    place = here(sizes)
+    source, target, count = (table[place.group, x] for x in (SOURCE, TARGET, COUNT))
+    inputs, record, weights = (qkv, a, b), (keys, values, gates), (a_log[place.head], dt_bias[place.head])
+    state = place.load(pool, source)
+    record_strip(place, table, inputs, record)
+    state = replay_strip(place, table, record, state, weights)
+    # Rounded once, after the last replayed row; what follows starts from what is stored.
+    state = place.store(pool, target, state)
+    run_strip(place, inputs, out, count, state, weights)
 
 
 def _replay(
-    table: Any,
-    a_log: Any,
-    dt_bias: Any,
-    keys: Any,
-    values: Any,
-    gates: Any,
-    _: Any,
-    pool: Any,
-    *,
-    layout: QkvLayout,
-    cut: Cut,
-    record_rows: int,
+    table: Any, a_log: Any, dt_bias: Any, keys: Any, values: Any, gates: Any, _: Any, pool: Any, *, sizes: Sizes
 ) -> None:
-    first, head, group = pl.program_id(0) * cut.block, pl.program_id(1), pl.program_id(2)
-    source, target = table[group, SOURCE], table[group, TARGET]
-    record, weights = (keys, values, gates), (a_log[head], dt_bias[head])
-    for number in range(cut.strips):
-        start = first + number * cut.strip
-        rows_of_v = pl.ds(start, cut.strip)
-        state = tuple(x.astype(jnp.float32) for x in ask_strip(pool, source, head, rows_of_v, layout, cut))
-        state = replay_strip(record, table, group, head, start, state, weights, layout, cut, record_rows)
-        stored = tuple(x.astype(pool.dtype) for x in state)
-        store_strip(pool, target, head, rows_of_v, stored, layout, cut)
+    place = here(sizes)
+    state = place.load(pool, table[place.group, SOURCE])
+    state = replay_strip(place, table, (keys, values, gates), state, (a_log[place.head], dt_bias[place.head]))
+    place.store(pool, table[place.group, TARGET], state)
+
+
+def cut(tile: Tile, pool: jax.Array) -> tuple[int, int]:
+    """A tile's strip and piece, halved until they divide what they cut."""
+    return math.gcd(tile.strip, pool.shape[2]), math.gcd(tile.piece, pool.shape[3])
 
 
 def group_table(groups: Groups) -> jax.Array:
@@ -309,23 +263,15 @@ def gated_delta_verify(
 ) -> tuple[jax.Array, jax.Array, Record]:
     """See the reference; dk must be a power of two."""
     count, (_, heads, dv, dk) = groups.count.shape[0], pool.shape
-    sizes = cut(tile, pool)
+    rows = qkv.shape[0] // count
+    sizes = Sizes(qkv_layout(qkv, pool), *cut(tile, pool), rows, record.rows, a.start, b.start)
     out = jax.ShapeDtypeStruct((qkv.shape[0], heads, dv), qkv.dtype)
     arrays = [pool, *flat(record)]
-    rows = qkv.shape[0] // count
-    kernel = functools.partial(
-        _verify,
-        layout=qkv_layout(qkv, pool),
-        gate_columns=(a.start, b.start),
-        cut=sizes,
-        rows=rows,
-        record_rows=record.rows,
-    )
     out, pool, *rows_out = launch(
-        kernel,
+        functools.partial(_verify, sizes=sizes),
         [group_table(groups), qkv, a.array, b.array, a_log, dt_bias, *arrays],
         name="gated_delta_verify",
-        grid=(dv // sizes.block, heads, count),
+        grid=(dv // sizes.strip, heads, count),
         out_shape=[out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)],
         warps=tile.warps,
         aliases={6: 1, 7: 2, 8: 3, 9: 4},
@@ -352,17 +298,13 @@ def gated_delta_replay(
 ) -> jax.Array:
     """See the reference's `replay`; the bits are those of `gated_delta_verify`. Returns the pool."""
     count, (_, heads, dv, dk) = groups.count.shape[0], pool.shape
-    sizes = cut(tile, pool)
+    layout = QkvLayout(record.keys.shape[3], heads, dk, dv)
+    sizes = Sizes(layout, *cut(tile, pool), record_rows=record.rows)
     (pool,) = launch(
-        functools.partial(
-            _replay,
-            layout=QkvLayout(record.keys.shape[3], heads, dk, dv),
-            cut=sizes,
-            record_rows=record.rows,
-        ),
+        functools.partial(_replay, sizes=sizes),
         [group_table(groups), a_log, dt_bias, *flat(record), pool],
         name="gated_delta_replay",
-        grid=(dv // sizes.block, heads, count),
+        grid=(dv // sizes.strip, heads, count),
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
         warps=tile.warps,
         aliases={6: 0},

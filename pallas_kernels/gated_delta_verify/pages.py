@@ -10,13 +10,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.columns import Columns
 from pallas_kernels.gated_delta_decode.kernel import Pieces, Tile
-from pallas_kernels.gated_delta_decode.qkv import QkvLayout, qkv_layout
-from pallas_kernels.gated_delta_verify.kernel import Cut, ask_strip, cut, run_strip, store_strip, zero_dead_rows
+from pallas_kernels.gated_delta_decode.qkv import qkv_layout
+from pallas_kernels.gated_delta_verify.kernel import Sizes, cut, here, run_strip
 from pallas_kernels.triton_backend import launch
 
 
@@ -33,25 +32,17 @@ def _pages(
     out: Any,
     pool: Any,
     *,
-    layout: QkvLayout,
-    gate_columns: tuple[int, int],
-    cut: Cut,
-    rows: int,
+    sizes: Sizes,
 ) -> None:
-    first, head, group = pl.program_id(0) * cut.block, pl.program_id(1), pl.program_id(2)
-    source, count = sources[group], counts[group]
-    inputs, weights = (qkv, a, b), (a_log[head], dt_bias[head])
-    for number in range(cut.strips):
-        start = first + number * cut.strip
-        rows_of_v = pl.ds(start, cut.strip)
+    place = here(sizes)
+    weights = a_log[place.head], dt_bias[place.head]
 
-        def keep(t: jax.Array, state: Pieces, rows_of_v: Any = rows_of_v) -> None:
-            stored = tuple(x.astype(pool.dtype) for x in state)
-            store_strip(pool, pages[group, t], head, rows_of_v, stored, layout, cut)
+    def keep(t: jax.Array, state: Pieces) -> None:
+        # What goes on is not what was rounded: a step rounds what it stores.
+        place.store(pool, pages[place.group, t], state)
 
-        state = tuple(x.astype(jnp.float32) for x in ask_strip(pool, source, head, rows_of_v, layout, cut))
-        run_strip(inputs, out, gate_columns, group, count, head, start, state, weights, layout, cut, rows, keep)
-    zero_dead_rows(out, group, count, head, first, cut, rows)
+    state = place.load(pool, sources[place.group])
+    run_strip(place, (qkv, a, b), out, counts[place.group], state, weights, keep)
 
 
 def gated_delta_pages(
@@ -69,13 +60,13 @@ def gated_delta_pages(
 ) -> tuple[jax.Array, jax.Array]:
     """See the reference; dk must be a power of two."""
     (groups, rows), (_, heads, dv, dk) = pages.shape, pool.shape
-    sizes = cut(tile, pool)
+    sizes = Sizes(qkv_layout(qkv, pool), *cut(tile, pool), rows, a=a.start, b=b.start)
     out = jax.ShapeDtypeStruct((qkv.shape[0], heads, dv), qkv.dtype)
     out, pool = launch(
-        functools.partial(_pages, layout=qkv_layout(qkv, pool), gate_columns=(a.start, b.start), cut=sizes, rows=rows),
+        functools.partial(_pages, sizes=sizes),
         [source, pages, count, qkv, a.array, b.array, a_log, dt_bias, pool],
         name="gated_delta_pages",
-        grid=(dv // sizes.block, heads, groups),
+        grid=(dv // sizes.strip, heads, groups),
         out_shape=[out, jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
         warps=tile.warps,
         aliases={8: 1},

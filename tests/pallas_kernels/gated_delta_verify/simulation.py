@@ -167,7 +167,7 @@ def poisoned(ring: jax.Array, step: Schedule, position: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a design did: outputs `[S, G T, Hv, dv]`, each group's state before its rows `[S, G, Hv, dv, dk]`, and the
+    """What a design did: outputs `[S, G T, Hv, dv]`, a digest of each group's state before its rows `[S, G]`, and the
     convolution's last inputs of every request `[S, N, TAPS, C]`, a layer."""
 
     outputs: tuple[Any, ...]
@@ -190,6 +190,14 @@ def _run(
     carry, step = make(layers, [weights_of(*x) for x in zip(layers, range(9), strict=False)], implementation)
     carry, trace = jax.lax.scan(step, {**carry, "read": read, "write": write}, schedule)
     return trace, {name: carry[name] for name in ("pools", "records") if name in carry}
+
+
+def _digest(states: jax.Array) -> jax.Array:
+    """A number of all bits of each group's state: `[G, ...]` -> `[G]` uint32. One bit more or less changes it."""
+    bits = jax.lax.bitcast_convert_type(states, jnp.uint16 if states.dtype == jnp.bfloat16 else jnp.uint32)
+    bits = bits.reshape(states.shape[0], -1).astype(jnp.uint32)
+    odd = 2 * jax.lax.iota(jnp.uint32, bits.shape[1]) * jnp.uint32(2654435761) + 1
+    return jnp.sum(bits * odd, axis=1, dtype=jnp.uint32)
 
 
 def _nan(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -233,7 +241,7 @@ def _record_design(layers: tuple[Layer, ...], weights: list[Any], implementation
                 *(step.request, source, target, has_state, step.count, implementation),
             )
             outputs.append(out)
-        states = tuple(pool[target] for pool in pools)
+        states = tuple(_digest(pool[target]) for pool in pools)
         position = position + jnp.clip(step.accepted, 0, step.ran)
         rings = [poisoned(ring, step, position) for ring in rings]
         after = {
@@ -259,7 +267,7 @@ def _pages_design(layers: tuple[Layer, ...], weights: list[Any], implementation:
         place = 2 * jnp.arange(REQUESTS) + carry["turn"]
         pages = (1 + ROWS * place[:, None] + jnp.arange(ROWS)[None, :]).astype(jnp.int32)
         source = carry["current"][group]
-        states = tuple(pool[source] for pool in carry["pools"])
+        states = tuple(_digest(pool[source]) for pool in carry["pools"])
         pools, rings, outputs = list(carry["pools"]), list(carry["rings"]), []
         for i, (conv, a_log, dt_bias) in enumerate(weights):
             qkv, rings[i] = causal_conv_packed(step.x[i], conv, rings[i], segments, owner, implementation)
@@ -293,7 +301,7 @@ def _tokens_design(layers: tuple[Layer, ...], weights: list[Any], implementation
         read, write = carry["read"], carry["write"]
         advance = jnp.clip(step.accepted, 0, step.ran)
         group = jnp.maximum(step.request, 0)
-        states = tuple(pool[read[group]] for pool in carry["pools"])
+        states = tuple(_digest(pool[read[group]]) for pool in carry["pools"])
 
         def token(held: Any, t: jax.Array) -> Any:
             pools, rings, position, read, write = held

@@ -220,7 +220,7 @@ def test_all_paths_share_one_update_and_one_tile(monkeypatch: pytest.MonkeyPatch
         before = len(seen)
         jax.eval_shape(call)
         assert len(seen) > before
-    assert all(shapes == seen[0] for shapes in seen)
+    assert all(pieces == seen[0] for pieces in seen)
     for op in (gated_delta_verify, gated_delta_replay, gated_delta_pages, gated_delta_decode):
         assert inspect.signature(op).parameters["tile"].default is DEFAULT_TILE
 
