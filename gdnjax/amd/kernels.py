@@ -14,6 +14,7 @@ from pallas_kernels import attention_prologue as prologue
 from pallas_kernels import causal_conv as conv
 from pallas_kernels import gated_delta_decode as delta_decode
 from pallas_kernels import gated_delta_prefill as delta_prefill
+from pallas_kernels import gated_delta_verify as delta_verify
 from pallas_kernels import gated_rms_norm as norm
 from pallas_kernels import paged_attention as attention
 from pallas_kernels.attention_prologue import shapes as prologue_shapes
@@ -21,6 +22,7 @@ from pallas_kernels.causal_conv import shapes as conv_shapes
 from pallas_kernels.columns import Columns
 from pallas_kernels.gated_delta_decode import shapes as decode_shapes
 from pallas_kernels.gated_delta_prefill import shapes as prefill_shapes
+from pallas_kernels.gated_delta_verify import shapes as verify_shapes
 from pallas_kernels.gated_rms_norm import shapes as norm_shapes
 from pallas_kernels.paged_attention import shapes as attention_shapes
 
@@ -31,6 +33,8 @@ PREFILL_ROWS = 1024
 PREFILL_LENGTHS = [PREFILL_ROWS // 4] * 4
 QUICK_SHAPES = ("0.8B", "9B", "27B")
 """One shape for each number of value heads a key head that a supported model has: 1, 2 and 3."""
+CANDIDATE_ROWS = 4
+"""Rows that are verified for each request: the one emitted last and three drafts."""
 STATES = ((jnp.float32, ""), (jnp.bfloat16, ", bf16 state"))
 """Dtypes of the recurrent pool, and what they add to a shape's name."""
 
@@ -71,6 +75,32 @@ def _gated_delta_decode(rows: int) -> Iterator[Case]:
                 lambda key, s=shape, t=dtype: decode_shapes.arguments(s, rows, key, pool_dtype=t, twin=True)
             )
             yield Case(shape.name + note, run, arguments)
+
+
+def _gated_delta_verify(rows: int) -> Iterator[Case]:
+    def run(*arguments: Any) -> Any:
+        return delta_verify.gated_delta_verify(*arguments, implementation="pallas")
+
+    for dtype, note in STATES:
+        for shape in verify_shapes.SHAPES:
+            arguments = shapes_of(
+                lambda key, s=shape, t=dtype: verify_shapes.arguments(
+                    s, rows, CANDIDATE_ROWS, key, pool_dtype=t, twin=True
+                )
+            )
+            yield Case(shape.name + note, run, arguments)
+
+
+def _gated_delta_replay(rows: int) -> Iterator[Case]:
+    def run(a_log: jax.Array, dt_bias: jax.Array, *arguments: Any) -> Any:
+        return delta_verify.gated_delta_replay(a_log, dt_bias, *arguments, implementation="pallas")
+
+    for dtype, note in STATES:
+        for shape in verify_shapes.SHAPES:
+            arguments = shapes_of(
+                lambda key, s=shape, t=dtype: verify_shapes.arguments(s, rows, CANDIDATE_ROWS, key, pool_dtype=t)
+            )
+            yield Case(shape.name + note, run, arguments[3:-1])
 
 
 def _causal_conv_decode(rows: int) -> Iterator[Case]:
@@ -131,6 +161,8 @@ def _gated_delta_prefill(rows: int) -> Iterator[Case]:
 
 KERNELS: dict[str, Kernel] = {
     "gated_delta_decode": Kernel("decode", _gated_delta_decode),
+    "gated_delta_verify": Kernel("decode", _gated_delta_verify),
+    "gated_delta_replay": Kernel("decode", _gated_delta_replay),
     "causal_conv_decode": Kernel("decode", _causal_conv_decode),
     "gated_rms_norm": Kernel("decode", _gated_rms_norm),
     "attention_prologue": Kernel("decode", _attention_prologue),

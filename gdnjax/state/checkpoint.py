@@ -78,14 +78,8 @@ def restore_state(path: str | os.PathLike[str], config: Config, sharding: jax.sh
 
 def _named(state: State) -> dict[str, Any]:
     # in the order of the pytree's leaves: by field, then by layer
-    named: dict[str, Any] = {}
-    for field in dataclasses.fields(State):
-        value = getattr(state, field.name)
-        if isinstance(value, tuple):
-            named.update({f"{field.name}.{layer}": array for layer, array in enumerate(value)})
-        elif field.name != "config":
-            named[field.name] = value
-    return named
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def config_values(config: Config, free: frozenset[str] = FREE) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gdnjax.config import Config
-from gdnjax.state.pytree import State, state_shapes
+from gdnjax.state.pytree import Records, State, state_shapes
 
 PAGES_PER_COPY = 8
 """Pages that one call of `copy_pages`, `read_pages` or `write_pages` moves; unused places hold page 0."""
@@ -73,8 +73,13 @@ def _put(array: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(array, jax.lax.optimization_barrier(value), index, 0)
 
 
+def _cleared(state: State, request: jax.Array) -> Records | None:
+    return None if state.record is None else state.record.cleared(request)
+
+
 def carried(state: State, request: jax.Array) -> Carried:
-    """The current slot and the ring of a request: what a fork, a snapshot and the prefix cache copy."""
+    """The current slot and the ring of a request: what a fork, a snapshot and the prefix cache copy. Of a request that
+    speculates the slot lags behind its position: replay first (`gdnjax.state.record`)."""
     slot = state.read_slot[request]
     return Carried(
         tuple(_at(pool, slot) for pool in state.recurrent), tuple(_at(ring, request + 1) for ring in state.conv)
@@ -93,6 +98,7 @@ def place(state: State, request: jax.Array, moment: Carried, position: jax.Array
         conv=tuple(_put(ring, x, request + 1) for ring, x in zip(state.conv, moment.conv, strict=True)),
         position=state.position.at[request].set(position),
         page_table=state.page_table.at[request].set(pages),
+        record=_cleared(state, request),
     )
 
 
@@ -113,6 +119,7 @@ def clear(state: State, request: jax.Array) -> State:
         position=state.position.at[request].set(0),
         pending=state.pending.at[request].set(0),
         page_table=state.page_table.at[request].set(0),
+        record=_cleared(state, request),
     )
 
 

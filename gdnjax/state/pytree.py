@@ -17,6 +17,25 @@ import numpy as np
 
 from gdnjax.config import Config
 from pallas_kernels.causal_conv.reference import ring_window
+from pallas_kernels.gated_delta_verify import Record, Recorded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """What speculating requests carry beside their checkpoints: see `gdnjax.state.record`.
+
+    * `layers`: per GDN layer the recorded rows, by request.
+    * `recorded`: what of them means something, the same for all layers.
+    """
+
+    layers: tuple[Record, ...]
+    recorded: Recorded
+
+    def cleared(self, request: jax.Array) -> Records:
+        """With nothing recorded for one request."""
+        clear = jax.tree.map(lambda x: x.at[request].set(0), self.recorded)
+        return dataclasses.replace(self, recorded=clear)
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +52,8 @@ class State:
       yet and reads as zero whatever its slot holds.
     * `pending`: `[max_requests]`, tokens of a step that has run and is not committed.
     * `page_table`: `[max_requests, pages_per_request]`, the KV pages of each request in order.
+    * `record`: of speculating requests; None without speculation. With it the current slot lags behind
+      `position` by the rows that are still to be replayed.
     """
 
     recurrent: tuple[jax.Array, ...]
@@ -45,6 +66,7 @@ class State:
     pending: jax.Array
     page_table: jax.Array
     config: Config = dataclasses.field(metadata={"static": True})
+    record: Records | None = None
 
 
 def state_shapes(config: Config) -> State:

@@ -66,6 +66,56 @@ def delta_update(
     return state, jnp.sum(state * q[..., None, :], axis=-1)
 
 
+def update_rows(
+    live: jax.Array,
+    state: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """One token a row from a convolution's output and raw gates: what every path runs that must agree.
+
+    A branch that is known only at run time: fused with what surrounds it, the same arithmetic would round
+    differently here and there. (Compilers for the CPU fuse across an optimization barrier.)
+
+    Args:
+        live: `[R]` bool; rows that are not live keep their state, and their output is zero.
+        state: `[R, Hv, dv, dk]` float32.
+        q, k: `[R, Hk, dk]`, v: `[R, Hv, dv]`, a, b: `[R, Hv]`, activation dtype.
+        a_log, dt_bias: `[Hv]` float32.
+
+    Returns:
+        The next state and the output `[R, Hv, dv]`, float32.
+    """
+
+    def run(state: jax.Array, *row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k, v, a, b = row
+        g, beta = gates(a, b, a_log, dt_bias)
+        q, k = (jnp.repeat(x, v.shape[1] // k.shape[1], axis=1) for x in normalize_qk(q, k))
+        return delta_update(state, q, k, v.astype(jnp.float32), g, beta)
+
+    def skip(state: jax.Array, *row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return state, jnp.zeros(row[2].shape, jnp.float32)
+
+    after, out = jax.lax.cond(jnp.any(live), run, skip, state, q, k, v, a, b)
+    mine = live[:, None, None]
+    return jnp.where(mine[..., None], after, state), jnp.where(mine, out, 0.0)
+
+
+def read_state(pool: jax.Array, source: jax.Array) -> jax.Array:
+    """Slots as float32 `[G, Hv, dv, dk]`; zeros for slot 0 whatever it holds."""
+    return jnp.where((source > 0)[:, None, None, None], pool[source].astype(jnp.float32), 0.0)
+
+
+def write_state(pool: jax.Array, target: jax.Array, state: jax.Array) -> jax.Array:
+    """Stores `[G, Hv, dv, dk]` but for target 0."""
+    return pool.at[jnp.where(target > 0, target, pool.shape[0])].set(state.astype(pool.dtype), mode="drop")
+
+
 def gated_delta_decode(
     qkv: jax.Array,
     a: jax.Array,
@@ -90,14 +140,6 @@ def gated_delta_decode(
     Returns:
         Outputs `[R, Hv, dv]` in qkv's dtype, and the pool.
     """
-    q, k, v = qkv_layout(qkv, pool).split(qkv)
-    per_key_head = v.shape[1] // k.shape[1]
-    g, beta = gates(a, b, a_log, dt_bias)
-    q, k = normalize_qk(q, k)
-    q, k = jnp.repeat(q, per_key_head, axis=1), jnp.repeat(k, per_key_head, axis=1)
-    # [r, h, v, k]; selected, not multiplied: an unused slot may hold NaN
-    state = jnp.where(has_state[:, None, None, None], pool[read_slot].astype(jnp.float32), 0.0)
-    state, out = delta_update(state, q, k, v.astype(jnp.float32), g, beta)
-    target = jnp.where(write_slot > 0, write_slot, pool.shape[0])
-    pool = pool.at[target].set(state.astype(pool.dtype), mode="drop")
-    return out.astype(v.dtype), pool
+    state = read_state(pool, jnp.where(has_state, read_slot, 0))
+    state, out = update_rows(write_slot > 0, state, *qkv_layout(qkv, pool).split(qkv), a, b, a_log, dt_bias)
+    return out.astype(qkv.dtype), write_state(pool, write_slot, state)
