@@ -265,14 +265,15 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("implementation", ["pallas"] if ON_GPU else ["reference"])
 def test_pool_and_record_are_updated_in_place(implementation: Implementation) -> None:
+    layout = shapes.Shape("", 2, 2, 16, 16).layout
     # XLA for the CPU scatters bfloat16 as float32.
     dtype = jnp.bfloat16 if ON_GPU else jnp.float32
 
     def compiled(requests: int) -> Any:
         slots = jax.ShapeDtypeStruct((1 + 2 * requests, 2, 16, 16), jnp.float32)
-        record = record_shapes(SHAPE.layout, requests, 4, dtype)
+        record = record_shapes(layout, requests, 4, dtype)
         vector, flags = jax.ShapeDtypeStruct((requests,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.bool_)
-        group, width = jax.ShapeDtypeStruct((2,), jnp.int32), SHAPE.layout.width
+        group, width = jax.ShapeDtypeStruct((2,), jnp.int32), layout.width
         rows = [jax.ShapeDtypeStruct((8, n), dtype) for n in (width, 2, 2)]
         call = functools.partial(gated_delta_verify, implementation=implementation)
         jitted = jax.jit(call, donate_argnums=(5, 6), keep_unused=True)
