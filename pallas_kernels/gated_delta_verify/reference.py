@@ -115,8 +115,13 @@ def gated_delta_verify(
     target = jnp.where(t[None, :] < groups.count[:, None], groups.record[:, None] + t[None, :], end)
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
+        # Rows that are dropped carry `out`, so that the write needs the replay's reads: where nothing orders a write
+        # behind the reads, XLA copies the whole record first.
+        dropped = out[:, :, 0, 0].reshape(*target.shape, *(1,) * (new.ndim - 2))
+        live = (target < end).reshape(dropped.shape)
+        new = jnp.where(live, new, dropped.astype(new.dtype))
         flat = array.reshape(-1, *array.shape[3:])
-        return flat.at[target].set(new.astype(array.dtype), mode="drop").reshape(array.shape)
+        return flat.at[target].set(new, mode="drop").reshape(array.shape)
 
     record = Record(put(record.keys, k), put(record.values, v), put(record.gates, jnp.stack([raw_a, raw_b], axis=2)))
     return out.reshape(-1, *out.shape[2:]).astype(qkv.dtype), pool, record

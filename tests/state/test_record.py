@@ -21,6 +21,8 @@ from pallas_kernels.gated_delta_verify import gated_delta_verify
 from tests.generation.small import SMALL
 from tests.helpers import LAYOUTS, assert_same_bits, host_copy
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS = 3
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gdnjax.amd.compiled import whole_array_writes
 from pallas_kernels.causal_conv import causal_conv_decode, causal_conv_packed
 from pallas_kernels.causal_conv.reference import ring_window
 from pallas_kernels.dispatch import Implementation
@@ -261,3 +262,28 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         call(request=vector(3, -1, 3, 4))
     with pytest.raises(ValueError, match=r"write_slot\[3\] = 11; it takes 0 to 10"):
         call(write_slot=vector(4, 0, 1, 11))
+
+
+@pytest.mark.parametrize("implementation", ["pallas"] if ON_GPU else ["reference"])
+def test_pool_and_record_are_updated_in_place(implementation: Implementation) -> None:
+    layout = shapes.Shape("", 2, 2, 16, 16).layout
+    # XLA for the CPU scatters bfloat16 as float32.
+    dtype = jnp.bfloat16 if ON_GPU else jnp.float32
+
+    def compiled(requests: int) -> Any:
+        slots = jax.ShapeDtypeStruct((1 + 2 * requests, 2, 16, 16), jnp.float32)
+        record = record_shapes(layout, requests, 4, dtype)
+        vector, flags = jax.ShapeDtypeStruct((requests,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.bool_)
+        group, width = jax.ShapeDtypeStruct((2,), jnp.int32), layout.width
+        rows = [jax.ShapeDtypeStruct((8, n), dtype) for n in (width, 2, 2)]
+        call = functools.partial(gated_delta_verify, implementation=implementation)
+        jitted = jax.jit(call, donate_argnums=(5, 6), keep_unused=True)
+        recorded = Recorded(vector, vector, vector)
+        lowered = jitted.lower(*rows, *weights(), slots, record, recorded, group, group, group, flags, group)
+        return lowered.compile(), {x.size for x in jax.tree.leaves((slots, record))}
+
+    program, sizes = compiled(1000)
+    assert not whole_array_writes(program.as_text(), sizes)
+    few, many = (compiled(n)[0].memory_analysis().temp_size_in_bytes for n in (1000, 4000))
+    # the three vectors by request may grow
+    assert many - few < 200_000, f"{few} and {many} bytes of temporaries"
