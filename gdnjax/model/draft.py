@@ -133,7 +133,7 @@ def fill_draft_kv(
     Raises:
         ValueError: params without a draft head, or a state without its cache.
     """
-    # Under `jit` what lies behind the write, attention and MLP, is never computed.
+    # Under `jit` what lies behind the write (attention, MLP) is never computed.
     return _step(params, state, tokens, hidden, request, position)[1]
 
 

@@ -16,6 +16,8 @@ from gdnjax.config import Config, ConfigError
 from gdnjax.model import decode_hidden, draft, draft_prefill, fill_draft_kv, mtp_logits, prefill_hidden
 from gdnjax.model.forward import forward_hidden
 from gdnjax.state import Batch, State, cached_kv, commit, init_state, prefill_batch
+from gdnjax.state.device import copy_pages
+from gdnjax.state.snapshot import take
 from gdnjax.weights.declaration import Params, tensor_names
 from gdnjax.weights.packing import pack
 from tests.helpers import (
@@ -269,20 +271,38 @@ def test_rejected_and_accepted_drafts() -> None:
     assert_close(logits[0], by_hand[1], LOGITS)
 
 
-def test_the_end_of_a_request_and_padding_store_nothing() -> None:
-    config, params, state = drafting(max_length=20)
-    ids = golden_arrays("dense_gva", "mtp")["input_ids"][0, :19]
-    hidden, state = read_prompts(params, state, {1: ids}, [19])
+def test_the_end_of_a_request_and_padding_store_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDNJAX_DEBUG", "2")  # operations look at places and lengths
+    config, params, state = drafting(max_length=32)
+    ids = golden_arrays("dense_gva", "mtp")["input_ids"][0, :31]
+    hidden, state = read_prompts(params, state, {1: ids}, [31])
     before = host_copy((state.keys[-1], state.values[-1]))
-    # Requests 0, 2 and 3 are empty. Positions 18 and 19 are there, 20 is not.
+    # Requests 0 and 3 are empty. Positions 30 and 31 are there, 32 is not.
     batch = Batch(jnp.full(DRAFT_ROWS, 5, jnp.int32), jnp.asarray([-1, 0, 1, 3], jnp.int32))
     rows = jnp.tile(hidden[1][-1], (DRAFT_ROWS, 1))
     _, logits, state = run_draft(params, state, batch, rows, count=COUNT)
     assert np.isfinite(logits).all()
-    places = np.asarray(state.page_table)[1, 1] * config.page_size + np.array([2, 3])
+    places = np.asarray(state.page_table)[1, 1] * config.page_size + np.array([14, 15])
     for cache, kept in zip((state.keys[-1], state.values[-1]), before, strict=True):
         changed = np.flatnonzero((np.asarray(cache) != kept).any(axis=(1, 2)))
         np.testing.assert_array_equal(changed, places)
+
+
+def test_pages_are_moved_with_the_heads_cache() -> None:
+    config, _, state = drafting()
+    cells = np.random.default_rng(0).normal(size=state.keys[-1].shape).astype(np.float32)
+    state = dataclasses.replace(
+        state, keys=(*state.keys[:-1], jnp.asarray(cells)), values=(*state.values[:-1], jnp.asarray(-cells))
+    )
+    size, moved = config.page_size, np.array([3, 0, 0, 0, 0, 0, 0, 0], np.int32)
+    cells[5 * size : 6 * size] = cells[3 * size : 4 * size]
+    state = copy_pages(state, jnp.asarray(moved), jnp.asarray(moved // 3 * 5))
+    assert_same_bits(state.keys[-1], cells)
+    assert_same_bits(state.values[-1], -cells)
+    # A snapshot takes them along too.
+    kept = take(state, 0, 20, np.asarray(state.page_table)[0, :2].tolist())
+    assert_same_bits(kept.keys[-1], cells[size : size + 20])
+    assert_same_bits(kept.values[-1], -cells[size : size + 20])
 
 
 # What is refused
