@@ -275,14 +275,14 @@ def test_the_end_of_a_request_and_padding_store_nothing(monkeypatch: pytest.Monk
     monkeypatch.setenv("GDNJAX_DEBUG", "2")  # operations look at places and lengths
     config, params, state = drafting(max_length=32)
     ids = golden_arrays("dense_gva", "mtp")["input_ids"][0, :31]
-    hidden, state = read_prompts(params, state, {1: ids}, [31])
+    hidden, state = read_prompts(params, state, {0: ids}, [31])
     before = host_copy((state.keys[-1], state.values[-1]))
-    # Requests 0 and 3 are empty. Positions 30 and 31 are there, 32 is not.
-    batch = Batch(jnp.full(DRAFT_ROWS, 5, jnp.int32), jnp.asarray([-1, 0, 1, 3], jnp.int32))
-    rows = jnp.tile(hidden[1][-1], (DRAFT_ROWS, 1))
+    # Requests 1 and 3 are empty; padding must not pass for request 0. Positions 30 and 31 are there, 32 is not.
+    batch = Batch(jnp.full(DRAFT_ROWS, 5, jnp.int32), jnp.asarray([-1, 1, 0, 3], jnp.int32))
+    rows = jnp.tile(hidden[0][-1], (DRAFT_ROWS, 1))
     _, logits, state = run_draft(params, state, batch, rows, count=COUNT)
     assert np.isfinite(logits).all()
-    places = np.asarray(state.page_table)[1, 1] * config.page_size + np.array([14, 15])
+    places = np.asarray(state.page_table)[0, 1] * config.page_size + np.array([14, 15])
     for cache, kept in zip((state.keys[-1], state.values[-1]), before, strict=True):
         changed = np.flatnonzero((np.asarray(cache) != kept).any(axis=(1, 2)))
         np.testing.assert_array_equal(changed, places)
