@@ -18,7 +18,8 @@ import numpy as np
 import optax
 
 from gdnjax.config import Config
-from gdnjax.model.forward import forward_hidden, mtp_logits
+from gdnjax.model.draft import mtp_logits
+from gdnjax.model.forward import forward_hidden
 from gdnjax.model.layers import head, linear
 from gdnjax.tokenizer import Tokenizer
 from gdnjax.weights.declaration import Params, abstract_params, from_tensor_names, init_params, tensor_names

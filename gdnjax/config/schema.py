@@ -69,6 +69,7 @@ class Config:
     * `prefill_tokens`: most prompt tokens one prefill call processes; longer work is cut into windows.
     * `state_layout`: `in_place` (one recurrent slot a request) or `twin` (two: a decode step reads
       one and writes the other). Twin doubles the recurrent pool; the values are the same.
+    * `draft_kv`: the state also has the keys and values of the draft head, beside those of the attention layers.
     * `state_dtype`: dtype of the recurrent state. bfloat16 halves it and rounds it at every step.
     * `kernels`: `reference` (plain JAX), `pallas`, or `interpret` (kernels as plain JAX, for tests); None is
       `pallas` on a GPU and `reference` anywhere else. Sizes that a kernel cannot take run the reference.
@@ -110,6 +111,7 @@ class Config:
     page_size: int = 64
     prefill_tokens: int = 1024
     state_layout: Literal["in_place", "twin"] = "in_place"
+    draft_kv: bool = False
     state_dtype: DType = "float32"
     kernels: Literal["reference", "pallas", "interpret"] | None = None
     attention_pin: int = 4096
@@ -214,8 +216,8 @@ class Config:
 
 
 SERVING_KEYS = frozenset(
-    """max_requests max_length kv_tokens page_size prefill_tokens state_layout state_dtype kernels attention_pin
-    attention_segment memory_fraction prefix_cache_bytes prefix_interval""".split()
+    """max_requests max_length kv_tokens page_size prefill_tokens state_layout draft_kv state_dtype kernels
+    attention_pin attention_segment memory_fraction prefix_cache_bytes prefix_interval""".split()
 )
 
 
@@ -326,6 +328,13 @@ def _check_serving(c: Config) -> None:
         f"an integer from 1 to max_position_embeddings = {c.max_position_embeddings}",
     )
     require(1 <= c.page_size <= 65536, "page_size", c.page_size, "an integer from 1 to 65,536")
+    require(
+        not c.draft_kv or c.mtp_num_hidden_layers == 1,
+        "draft_kv",
+        c.draft_kv,
+        f"False for a model without a draft head (mtp_num_hidden_layers = {c.mtp_num_hidden_layers}); drafting takes a "
+        "checkpoint with mtp.* tensors",
+    )
     require(c.prefill_tokens >= 1, "prefill_tokens", c.prefill_tokens, "an integer >= 1")
     require(c.attention_segment >= 1, "attention_segment", c.attention_segment, "an integer >= 1")
     require(

@@ -12,13 +12,11 @@ from gdnjax.config import Config
 from gdnjax.model.layers import (
     attention_output,
     attention_project,
-    decoder_layer,
     embed,
     gdn_heads,
     gdn_output,
     gdn_project,
     head,
-    linear,
     run_layers,
 )
 from gdnjax.weights.declaration import Params
@@ -27,7 +25,6 @@ from pallas_kernels.causal_conv.reference import causal_conv_sequence
 from pallas_kernels.columns import value
 from pallas_kernels.gated_delta_decode.reference import gates
 from pallas_kernels.gated_delta_prefill.reference import gated_delta_sequence
-from pallas_kernels.gated_rms_norm.reference import rms_norm
 from pallas_kernels.paged_attention.reference import apply_gate, causal_attention
 
 
@@ -84,7 +81,7 @@ def forward_hidden(params: Params, config: Config, tokens: jax.Array) -> tuple[j
             return gdn_output(p, out.astype(x.dtype), z, c, "reference")
 
     def mix_attention(p: Any, x: jax.Array, _: int) -> jax.Array:
-        out, k, v = _attention(p, x, c, cos, sin)
+        out, k, v = sequence_attention(p, x, c, cos, sin)
         all_keys.append(k)
         all_values.append(v)
         return out
@@ -94,34 +91,20 @@ def forward_hidden(params: Params, config: Config, tokens: jax.Array) -> tuple[j
     return hidden, Intermediates(*map(tuple, captured))
 
 
-def mtp_logits(params: Params, config: Config, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The draft head over whole sequences.
-
-    Position t sees the final hidden h_t and the token after it, x_{t+1}, and predicts x_{t+2}. The
-    input is [embedding, hidden] in that order, each normed; the layer attends at the hiddens' positions.
-
-    Args:
-        params: with an `mtp` part.
-        config: the config.
-        hidden: `[b, t, H]` after the model's final norm.
-        tokens: `[b, t]`.
-
-    Returns:
-        `[b, t - 1, V]` float32.
-    """
-    c, mtp = config, params["mtp"]
-    embedded = rms_norm(embed(params, tokens[:, 1:]), mtp["pre_fc_norm_embedding"]["weight"], c.rms_norm_eps)
-    seen = rms_norm(hidden[:, :-1], mtp["pre_fc_norm_hidden"]["weight"], c.rms_norm_eps)
-    x = linear(jnp.concatenate([embedded, seen], axis=-1), mtp["fc"]["weight"])
-    cos, sin = rope_table(jnp.arange(x.shape[1], dtype=jnp.int32), c.rope_theta, c.rotary_dim)
-    layer = mtp["layers"][0]
-    x = decoder_layer(layer, x, c, lambda y: _attention(layer["self_attn"], y, c, cos, sin)[0])
-    return head(params, rms_norm(x, mtp["norm"]["weight"], c.rms_norm_eps))
-
-
-def _attention(
+def sequence_attention(
     p: Any, x: jax.Array, c: Config, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The attention mixer over whole sequences.
+
+    Args:
+        p: the mixer's weights.
+        x: `[b, t, H]`, normed.
+        c: the config.
+        cos, sin: `[t, rotary_dim / 2]` float32.
+
+    Returns:
+        Its output `[b, t, H]`, keys after norm and rope `[b, t, G, D]`, values `[b, t, G, D]`.
+    """
     with jax.named_scope("attention"):
         batch, length = x.shape[:2]
         rows = [y.reshape(batch * length, -1) for y in attention_project(p, x)]

@@ -1,5 +1,7 @@
 """The pure functions over the state: `prefill` and `decode_step`. (`commit` is in `gdnjax.state`.)
 
+`prefill_hidden` and `decode_hidden` are the same without the head, for callers that also feed the draft head.
+
 Both take packed weights (`gdnjax.weights.packing`) as well as params. Jit them with the state donated:
 `jax.jit(decode_step, donate_argnames="state")`.
 """
@@ -48,6 +50,12 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
     Returns:
         Logits `[R, V]` (or `[K, V]` with `logits_rows`) float32, and the state with the step pending.
     """
+    hidden, state = decode_hidden(params, state, batch)
+    return head(params, _wanted(hidden, batch)), state
+
+
+def decode_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
+    """`decode_step` up to the head: the hidden after the final norm, `[R, H]` whatever `logits_rows`, and the state."""
     c = state.config
     live = batch.request >= 0
     request = jnp.maximum(batch.request, 0)
@@ -56,7 +64,7 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
     write_slot = jnp.where(live, state.write_slot[request], 0)
     pages = state.page_table[request]
     page = jnp.take_along_axis(pages, (position // c.page_size)[:, None], axis=1)[:, 0]
-    kv_slot = _kv_slot(live, page, position, c.page_size)
+    slot = kv_slot(live, page, position, c.page_size)
     length, has_state = jnp.where(live, position + 1, 0), position > 0
     cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
     implementation = c.kernels
@@ -79,7 +87,7 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
             *norms,
             cos,
             sin,
-            kv_slot,
+            slot,
             keys[layer],
             values[layer],
             c.rms_norm_eps,
@@ -109,7 +117,7 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
         values=tuple(values),
         pending=jnp.any(batch.request == requests[:, None], axis=1).astype(jnp.int32),
     )
-    return head(params, _wanted(hidden, batch)), state
+    return hidden, state
 
 
 def decode_and_commit(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
@@ -134,6 +142,12 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
     Returns:
         Logits `[R, V]` (or `[K, V]` with `logits_rows`) float32, and the state.
     """
+    hidden, state = prefill_hidden(params, state, batch)
+    return head(params, _wanted(hidden, batch)), state
+
+
+def prefill_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
+    """`prefill` up to the head: the hidden after the final norm, `[R, H]` whatever `logits_rows`, and the state."""
     c = state.config
     segments = segments_of(batch, state.position, state.read_slot)
     live = batch.request >= 0
@@ -141,7 +155,7 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
     row = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     position = jnp.where(live, state.position[request] + row - segments.start[request], 0)
     page = state.page_table[request, jnp.clip(position // c.page_size, 0, c.pages_per_request - 1)]
-    kv_slot = _kv_slot(live & (position < c.max_length), page, position, c.page_size)
+    slot = kv_slot(live & (position < c.max_length), page, position, c.page_size)
     cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
     implementation = c.kernels
     recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
@@ -163,7 +177,7 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
             *norms,
             cos,
             sin,
-            kv_slot,
+            slot,
             keys[layer],
             values[layer],
             c.rms_norm_eps,
@@ -181,14 +195,15 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
         values=tuple(values),
         position=state.position + segments.length,
     )
-    return head(params, _wanted(hidden, batch)), state
+    return hidden, state
 
 
 BACKEND = Backend("gdnjax", prefill, decode_step)
 """These functions, which take both layouts: what the pool and the engine step with unless told otherwise."""
 
 
-def _kv_slot(live: jax.Array, page: jax.Array, position: jax.Array, page_size: int) -> jax.Array:
+def kv_slot(live: jax.Array, page: jax.Array, position: jax.Array, page_size: int) -> jax.Array:
+    """`[R]`: where a row's key and value go, given the page of its position; -1 for rows that store nothing."""
     # Page 0 is what unused entries of the page table point at: nothing is ever written there.
     return jnp.where(live & (page > 0), page * page_size + position % page_size, -1)
 

@@ -45,7 +45,8 @@ class State:
 
     * `recurrent`: per GDN layer `[slots, Hv, dv, dk]`. Slot 0 is reserved: always zero, never written.
     * `conv`: per GDN layer the ring `[max_requests + 1, W, C]`; request r owns row r + 1.
-    * `keys`, `values`: per attention layer `[(1 + kv_pages) * page_size, G, D]`; page 0 is reserved.
+    * `keys`, `values`: per attention layer `[(1 + kv_pages) * page_size, G, D]`; page 0 is reserved. With
+      `config.draft_kv` the draft head's come last, in the same pages: what moves pages moves them too.
     * `read_slot`, `write_slot`: `[max_requests]`, the slot with the current state and the slot that the
       next decode step writes. Equal in the `in_place` layout.
     * `position`: `[max_requests]`, tokens that the current state contains. 0: the request has no state
@@ -82,11 +83,12 @@ def state_shapes(config: Config) -> State:
     pool = struct((c.slots, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim), c.state_dtype)
     ring = struct((requests + 1, c.linear_conv_kernel_dim, c.conv_channels), activation)
     vector = struct((requests,), jnp.int32)
+    caches = len(c.attention_layers) + c.draft_kv
     return State(
         recurrent=(pool,) * len(c.gdn_layers),
         conv=(ring,) * len(c.gdn_layers),
-        keys=(kv,) * len(c.attention_layers),
-        values=(kv,) * len(c.attention_layers),
+        keys=(kv,) * caches,
+        values=(kv,) * caches,
         read_slot=vector,
         write_slot=vector,
         position=vector,
@@ -187,7 +189,7 @@ def recurrent_state(state: State, layer: int, request: int) -> jax.Array:
 def cached_kv(state: State, layer: int, request: int) -> tuple[jax.Array, jax.Array]:
     """A request's cached keys (after norm and rope) and values, `[tokens, G, D]`; not for use in jit.
 
-    `layer` counts attention layers.
+    `layer` counts attention layers; the draft head's are the last, and lack the newest token until it is drafted from.
     """
     size = state.config.page_size
     slots = (np.asarray(state.page_table[request])[:, None] * size + np.arange(size)).reshape(-1)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from gdnjax.config import Config
-from gdnjax.model import decode_step, forward, forward_with_intermediates, prefill
-from gdnjax.model.forward import _attention
+from gdnjax.model import decode_step, draft, fill_draft_kv, forward, forward_with_intermediates, prefill
+from gdnjax.model.forward import sequence_attention
 from gdnjax.model.layers import embed, gdn_heads, gdn_output, gdn_project, head, run_layers
 from gdnjax.state import Batch, State, commit, init_state, prefill_batch, state_shapes
 from gdnjax.weights.declaration import abstract_params
@@ -134,6 +134,22 @@ def test_the_search_finds_copies_when_nothing_is_donated() -> None:
     assert found.memory_analysis().alias_size_in_bytes == 0
 
 
+def test_drafts_update_their_cache_in_place() -> None:
+    config = config_of("twin", mtp_num_hidden_layers=1, draft_kv=True)
+    params, state, batch = abstract_params(config), state_shapes(config), batch_shapes(DECODE_ROWS)
+    hidden = jax.ShapeDtypeStruct((DECODE_ROWS, config.hidden_size), jnp.float32)
+    drafts = jax.jit(draft, donate_argnames="state", static_argnames="count")
+    assert_in_place(drafts.lower(params, state, batch, hidden, count=3).compile(), config)
+
+    fill = jax.jit(fill_draft_kv, donate_argnames="state")
+    filled = fill.lower(params, state, batch.tokens, hidden, batch.request, batch.request).compile()
+    assert_in_place(filled, config)
+    # fc, k and v of each row: neither its query, nor attention, nor the MLP, nor the head
+    products = 2 * config.hidden_size**2 + 2 * config.hidden_size * config.head_dim
+    flops = filled.cost_analysis()["flops"]
+    assert 2 * DECODE_ROWS * products < flops < 2.5 * DECODE_ROWS * products
+
+
 def test_bfloat16_state_and_activations_are_not_copied() -> None:
     config = config_of("twin", dtype="bfloat16", state_dtype="bfloat16")
     found = compiled("decode_step", config)
@@ -187,7 +203,7 @@ def forward_without_intermediates(params: Any, config: Config, tokens: jax.Array
         return gdn_output(p, out.astype(x.dtype), z, c, "reference")
 
     def mix_attention(p: Any, x: jax.Array, _: int) -> jax.Array:
-        return _attention(p, x, c, cos, sin)[0]
+        return sequence_attention(p, x, c, cos, sin)[0]
 
     return head(params, run_layers(params, c, embed(params, tokens), mix_gdn, mix_attention)[0])
 

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdnjax.model import mtp_logits
-from gdnjax.model.forward import forward_hidden
 from gdnjax.state import conv_window, recurrent_state
 from gdnjax.weights.packing import pack
 from tests.helpers import (
@@ -315,29 +313,3 @@ def test_bfloat16_chooses_otherwise_only_near_ties() -> None:
         print(f"{what}: {differs.sum()} of {differs.size} choices differ, at float32 gaps {np.sort(gap[differs])}")
         assert gap[differs].max(initial=0.0) <= tie, what
         assert differs.mean() <= 0.1, what
-
-
-# The draft head
-
-
-def test_mtp() -> None:
-    config, params = load_golden("dense_gva")
-    golden = golden_arrays("dense_gva", "mtp")
-    ids = golden["input_ids"]
-    hidden, seen = forward_hidden(params, config, ids)
-    assert_close(hidden, golden["hidden_post_norm"], STATES, "hidden")
-    assert_close(mtp_logits(params, config, hidden, ids), golden["teacher_logits"], LOGITS, "own hidden")
-    teacher = mtp_logits(params, config, golden["hidden_post_norm"], ids)
-    assert_close(teacher, golden["teacher_logits"], LOGITS, "golden hidden")
-    packed = mtp_logits(pack(params, config), config, golden["hidden_post_norm"], ids)
-    assert_close(packed, golden["teacher_logits"], LOGITS, "packed weights")
-
-    # One token more makes it a draft. The last hidden is not read.
-    longer = np.concatenate([ids, golden["first_token"]], axis=1)
-    draft = mtp_logits(params, config, jnp.pad(hidden, ((0, 0), (0, 1), (0, 0))), longer)[0, -1]
-    assert_close(draft, golden["draft_logits"][0, 0], LOGITS, "first draft")
-    assert int(jnp.argmax(draft)) == golden["drafts"][0, 0]
-
-    # The hidden before the final norm is another input altogether.
-    before_norm = mtp_logits(params, config, seen.hidden_states[-2], ids)
-    assert float(jnp.abs(before_norm - golden["teacher_logits"]).max()) > 100 * LOGITS

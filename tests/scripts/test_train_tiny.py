@@ -21,7 +21,8 @@ import training
 import training_output
 
 from gdnjax.config import from_directory, from_preset
-from gdnjax.model.forward import forward, forward_hidden, mtp_logits
+from gdnjax.model.draft import mtp_logits
+from gdnjax.model.forward import forward, forward_hidden
 from gdnjax.tokenizer import load_tokenizer
 from gdnjax.weights.declaration import abstract_params, tensor_names
 
