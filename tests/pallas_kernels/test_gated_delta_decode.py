@@ -254,6 +254,19 @@ def test_only_written_slots_change(twin: bool, dtype: jnp.dtype, implementation:
 
 
 @both
+def test_minus_one_is_padding_too(implementation: Implementation) -> None:
+    inputs = one_step(7, rows=3)
+    pool = jnp.asarray(np.random.default_rng(8).normal(size=(5, 4, 20, 16)), jnp.float32)
+    before, has_state = host_copy(pool), np.ones(3, bool)
+    slots, marked = np.array([0, 2, 0], np.int32), np.array([-1, 2, -1], np.int32)
+    expected = donated_decode(*inputs, jnp.array(pool), slots, slots, has_state, implementation=implementation)
+    out, pool = donated_decode(*inputs, pool, marked, marked, has_state, implementation=implementation)
+    assert_same_bits(np.asarray(out)[1], np.asarray(expected[0])[1], "the row that lives")
+    assert_same_bits(pool, expected[1], "the pool")
+    assert_same_bits(pool[np.array([0, 1, 3, 4])], before[[0, 1, 3, 4]], "slots that no row writes")
+
+
+@both
 def test_row_does_not_depend_on_its_batch(implementation: Implementation) -> None:
     # The same compiled program of 64 rows: all of them live, eight, and one alone among padding.
     inputs = one_step(1, rows=64, heads=2)
