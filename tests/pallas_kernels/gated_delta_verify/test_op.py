@@ -140,6 +140,7 @@ def test_accepted_counts_are_clamped(implementation: Implementation) -> None:
         (np.full(REQUESTS, -1, np.int32), 0 * recorded.live),
         (np.full(REQUESTS, 2**31 - 1, np.int32), recorded.live),
     ):
+        assert dataclasses.replace(recorded, advance=stray).replayed.tolist() == clamped.tolist()
         for one, other in zip(jax.tree.leaves(run(stray)), jax.tree.leaves(run(clamped)), strict=True):
             assert_same_bits(one, other)
 
