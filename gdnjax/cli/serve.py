@@ -99,7 +99,7 @@ def use_compilation_cache(folder: str | None) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}; it takes an integer >= 1")
     return value
@@ -110,7 +110,10 @@ def _limit(text: str) -> int | str:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}; it takes a number of seconds > 0")
     return value

@@ -106,3 +106,19 @@ def test_the_shipped_model_in_a_process_of_its_own(tmp_path: Path) -> None:
             process.kill()
             process.communicate()
     assert any((tmp_path / "xla").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "takes"),
+    [
+        ("--kv-tokens", "x", "an integer >= 1"),
+        ("--max-requests", "-1", "an integer >= 1"),
+        ("--drain", "x", "seconds > 0"),
+    ],
+)
+def test_an_option_names_what_it_takes(option: str, value: str, takes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", f"{option}={value}"])
+    error = capsys.readouterr().err
+    assert f"{option}: {value}; it takes" in error
+    assert takes in error
