@@ -15,15 +15,13 @@ import jax.numpy as jnp
 
 from gdnjax.config import Config
 from gdnjax.model.forward import sequence_attention
-from gdnjax.model.layers import attention_output, attention_project, decoder_layer, embed, head, linear
-from gdnjax.model.step import kv_slot
+from gdnjax.model.layers import decoder_layer, embed, head, linear
+from gdnjax.model.step import attention_decode, kv_slot
 from gdnjax.state.batch import Batch, segments_of
 from gdnjax.state.pytree import State
 from gdnjax.weights.declaration import Params
-from pallas_kernels.attention_prologue import attention_prologue
 from pallas_kernels.attention_prologue.reference import rope_table
 from pallas_kernels.gated_rms_norm.reference import rms_norm
-from pallas_kernels.paged_attention import paged_attention_decode
 
 
 def mtp_logits(params: Params, config: Config, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -156,32 +154,8 @@ def _step(
 
     def mix(x: jax.Array) -> jax.Array:
         nonlocal keys, values
-        p = layer["self_attn"]
-        q, gate, keys, values = attention_prologue(
-            attention_project(p, x),
-            p["q_norm"]["weight"],
-            p["k_norm"]["weight"],
-            cos,
-            sin,
-            slot,
-            keys,
-            values,
-            c.rms_norm_eps,
-            c.kernels,
-        )
-        gated = paged_attention_decode(
-            q,
-            keys,
-            values,
-            pages,
-            length,
-            c.page_size,
-            gate,
-            c.attention_pin,
-            c.attention_segment,
-            c.kernels,
-        )
-        return attention_output(p, gated)
+        y, keys, values = attention_decode(layer["self_attn"], x, keys, values, cos, sin, slot, pages, length, c)
+        return y
 
     x = decoder_layer(layer, _joined(params, c, tokens, hidden), c, mix)
     x = rms_norm(x, mtp["norm"]["weight"], c.rms_norm_eps)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gdnjax.config import Config
 from gdnjax.model.layers import (
     attention_output,
     attention_project,
@@ -81,31 +82,10 @@ def decode_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Array
         return gdn_output(p, out, z, c, implementation)
 
     def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        norms = p["q_norm"]["weight"], p["k_norm"]["weight"]
-        q, gate, keys[layer], values[layer] = attention_prologue(
-            attention_project(p, x),
-            *norms,
-            cos,
-            sin,
-            slot,
-            keys[layer],
-            values[layer],
-            c.rms_norm_eps,
-            implementation,
+        y, keys[layer], values[layer] = attention_decode(
+            p, x, keys[layer], values[layer], cos, sin, slot, pages, length, c
         )
-        gated = paged_attention_decode(
-            q,
-            keys[layer],
-            values[layer],
-            pages,
-            length,
-            c.page_size,
-            gate,
-            c.attention_pin,
-            c.attention_segment,
-            implementation,
-        )
-        return attention_output(p, gated)
+        return y
 
     hidden, _ = run_layers(params, c, embed(params, batch.tokens), mix_gdn, mix_attention)
     requests = jnp.arange(c.max_requests, dtype=jnp.int32)
@@ -126,6 +106,47 @@ def decode_and_commit(params: Params, state: State, batch: Batch) -> tuple[jax.A
     # The commit comes last: merged with the step's reads of the same vectors, it could not run in place.
     logits, pending = jax.lax.optimization_barrier((logits, state.pending))
     return logits, commit(dataclasses.replace(state, pending=pending))
+
+
+def attention_decode(
+    p: Any,
+    x: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slot: jax.Array,
+    pages: jax.Array,
+    length: jax.Array,
+    c: Config,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """An attention layer's mixer for one token a row: the model's own layers and the draft head's.
+
+    Args:
+        p: the layer's `self_attn`. x: `[R, H]`, normed.
+        keys, values: the layer's cache. cos, sin: the rows' rope.
+        slot: `[R]`, where each row's key and value go (`kv_slot`). pages: `[R, pages_per_request]`.
+        length: `[R]`, keys that each row sees, its own included.
+
+    Returns:
+        `[R, H]`, and the cache.
+    """
+    q, gate, keys, values = attention_prologue(
+        attention_project(p, x),
+        p["q_norm"]["weight"],
+        p["k_norm"]["weight"],
+        cos,
+        sin,
+        slot,
+        keys,
+        values,
+        c.rms_norm_eps,
+        c.kernels,
+    )
+    gated = paged_attention_decode(
+        q, keys, values, pages, length, c.page_size, gate, c.attention_pin, c.attention_segment, c.kernels
+    )
+    return attention_output(p, gated), keys, values
 
 
 def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:

@@ -159,12 +159,18 @@ def commit(state: State) -> State:
     Pure, and free of large copies: two small vectors are swapped. A commit with nothing pending changes
     nothing, so it is safe after a prefill, which updates the current slot and is current at once.
     """
+    return commit_counted(state, state.pending)
+
+
+def commit_counted(state: State, counted: jax.Array) -> State:
+    """`commit` of a step of which not every token need count: `counted` of each request, `[max_requests]` int32,
+    0 where none ran."""
     ran = state.pending > 0
     return dataclasses.replace(
         state,
         read_slot=jnp.where(ran, state.write_slot, state.read_slot),
         write_slot=jnp.where(ran, state.read_slot, state.write_slot),
-        position=state.position + state.pending,
+        position=state.position + counted,
         pending=jnp.zeros_like(state.pending),
     )
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gdnjax.config import Config
-from gdnjax.state.pytree import Records, State
+from gdnjax.state.pytree import Records, State, commit_counted
 from gdnjax.weights.declaration import Params
 from pallas_kernels.causal_conv.reference import ring_window
 from pallas_kernels.gated_delta_decode.qkv import QkvLayout
@@ -103,16 +103,9 @@ def commit_verified(state: State, accepted: jax.Array) -> State:
     """
     if state.record is None:
         raise ValueError("the state has no records; start_speculation gives it some, commit is for plain steps")
-    ran = state.pending > 0
     recorded = after_step(state.record.recorded, state.pending, accepted)
-    return dataclasses.replace(
-        state,
-        read_slot=jnp.where(ran, state.write_slot, state.read_slot),
-        write_slot=jnp.where(ran, state.read_slot, state.write_slot),
-        position=state.position + jnp.where(ran, recorded.replayed, 0),
-        pending=jnp.zeros_like(state.pending),
-        record=dataclasses.replace(state.record, recorded=recorded),
-    )
+    record = dataclasses.replace(state.record, recorded=recorded)
+    return dataclasses.replace(commit_counted(state, jnp.where(state.pending > 0, recorded.replayed, 0)), record=record)
 
 
 def _resized(state: State, columns: int) -> tuple[jax.Array, ...]:

@@ -10,7 +10,7 @@ from pallas_kernels.debug import check_values, slot_faults
 from pallas_kernels.dispatch import Implementation, choose, power_of_two
 from pallas_kernels.gated_delta_decode import kernel, reference
 from pallas_kernels.gated_delta_decode.kernel import DEFAULT_TILE, Tile
-from pallas_kernels.gated_delta_decode.qkv import check, check_rule
+from pallas_kernels.gated_delta_decode.qkv import QkvLayout, check, check_rule
 
 
 def gated_delta_decode(
@@ -59,13 +59,22 @@ def gated_delta_decode(
         ("has_state", has_state, jnp.bool_),
     ):
         check(name, vector, qkv.shape[:1], dtype)
-    for name, size in (("strip", tile.strip), ("strips", tile.strips), ("piece", tile.piece)):
-        if not power_of_two(size):
-            raise ValueError(f"tile.{name} = {size}; it takes a power of two")
+    chosen = choose_rule("gated_delta_decode", implementation, layout, tile)
     check_values("gated_delta_decode", slot_faults(pool.shape[0]), read_slot, write_slot)
     rest = (a_log, dt_bias, pool, read_slot, write_slot, has_state)
-    unsupported = None if power_of_two(layout.key_dim) else f"key head dimension {layout.key_dim} is no power of two"
-    chosen = choose("gated_delta_decode", implementation, unsupported)
     if chosen == "reference":
         return reference.gated_delta_decode(qkv, a.value(), b.value(), *rest)
     return kernel.gated_delta_decode(qkv, a, b, *rest, tile=tile, interpret=chosen == "interpret")
+
+
+def choose_rule(op: str, implementation: Implementation | None, layout: QkvLayout, tile: Tile) -> Implementation:
+    """`choose` for the kernels that run the rule in tiles.
+
+    Raises:
+        ValueError: a tile that can't be.
+    """
+    for name, size in (("strip", tile.strip), ("strips", tile.strips), ("piece", tile.piece)):
+        if not power_of_two(size):
+            raise ValueError(f"tile.{name} = {size}; it takes a power of two")
+    unsupported = None if power_of_two(layout.key_dim) else f"key head dimension {layout.key_dim} is no power of two"
+    return choose(op, implementation, unsupported)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.columns import Columns, as_columns
 from pallas_kernels.debug import check_values, place_faults, slot_faults
-from pallas_kernels.dispatch import Implementation, choose, power_of_two
-from pallas_kernels.gated_delta_decode.kernel import DEFAULT_TILE, Tile
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gated_delta_decode.op import DEFAULT_TILE, Tile, choose_rule
 from pallas_kernels.gated_delta_decode.qkv import QkvLayout, check, check_rule
 from pallas_kernels.gated_delta_verify import kernel, reference
 from pallas_kernels.gated_delta_verify import pages as pages_kernel
@@ -73,11 +73,11 @@ def gated_delta_verify(
     if rows > record.rows:
         raise ValueError(f"{rows} rows a group with a record of {record.rows}; a step takes no more than are recorded")
     check("a", a, a.shape, qkv.dtype)
-    _check_groups(request, read_slot, write_slot, has_state, count)
+    _check_groups(request.shape[0], has_state, request=request, read_slot=read_slot, write_slot=write_slot, count=count)
     check_values("gated_delta_verify", slot_faults(pool.shape[0]), read_slot, write_slot)
     check_values("gated_delta_verify", place_faults("request", 0, record.keys.shape[0]), request)
     groups = locate(recorded, request, read_slot, write_slot, has_state, count, record.rows, rows)
-    chosen = _choose("gated_delta_verify", implementation, layout, tile)
+    chosen = choose_rule("gated_delta_verify", implementation, layout, tile)
     rest = (a_log, dt_bias, pool, record, groups)
     if chosen == "reference":
         return reference.gated_delta_verify(qkv, a.value(), b.value(), *rest)
@@ -111,11 +111,12 @@ def gated_delta_replay(
     _check_record(record, recorded, layout, record.keys.dtype)
     for name, weight in (("a_log", a_log), ("dt_bias", dt_bias)):
         check(name, weight, pool.shape[1:2], jnp.float32)
+    groups = read_slot.shape[0] if read_slot.ndim else 0
+    _check_groups(groups, has_state, request=request, read_slot=read_slot, write_slot=write_slot)
     count = jnp.zeros_like(request)
-    _check_groups(request, read_slot, write_slot, has_state, count)
     check_values("gated_delta_replay", slot_faults(pool.shape[0]), read_slot, write_slot)
     groups = locate(recorded, request, read_slot, write_slot, has_state, count, record.rows, 0)
-    chosen = _choose("gated_delta_replay", implementation, layout, tile)
+    chosen = choose_rule("gated_delta_replay", implementation, layout, tile)
     if chosen == "reference":
         return reference.replay(pool, record, a_log, dt_bias, groups)[1]
     rest = (pool, record, groups, tile, chosen == "interpret")
@@ -158,21 +159,13 @@ def gated_delta_pages(
     layout = check_rule(qkv, a, b, a_log, dt_bias, pool)
     rows = _rows_of_group(qkv, read_slot)
     check("pages", pages, (read_slot.shape[0], rows), jnp.int32)
-    _check_groups(read_slot, read_slot, read_slot, has_state, count)
+    _check_groups(read_slot.shape[0], has_state, read_slot=read_slot, count=count)
     count, source = jnp.clip(count, 0, rows), jnp.where(has_state, read_slot, 0)
-    chosen = _choose("gated_delta_pages", implementation, layout, tile)
+    chosen = choose_rule("gated_delta_pages", implementation, layout, tile)
     rest = (a_log, dt_bias, pool, source, pages, count)
     if chosen == "reference":
         return reference.gated_delta_pages(qkv, a.value(), b.value(), *rest)
     return pages_kernel.gated_delta_pages(qkv, a, b, *rest, tile=tile, interpret=chosen == "interpret")
-
-
-def _choose(op: str, implementation: Implementation | None, layout: QkvLayout, tile: Tile) -> Implementation:
-    for name, size in (("strip", tile.strip), ("strips", tile.strips), ("piece", tile.piece)):
-        if not power_of_two(size):
-            raise ValueError(f"tile.{name} = {size}; it takes a power of two")
-    unsupported = None if power_of_two(layout.key_dim) else f"key head dimension {layout.key_dim} is no power of two"
-    return choose(op, implementation, unsupported)
 
 
 def _heads_first(pool: jax.Array) -> tuple[int, int, int]:
@@ -190,17 +183,10 @@ def _rows_of_group(qkv: jax.Array, vector: jax.Array) -> int:
     return qkv.shape[0] // groups
 
 
-def _check_groups(
-    request: jax.Array, read_slot: jax.Array, write_slot: jax.Array, has_state: jax.Array, count: jax.Array
-) -> None:
-    for name, vector, dtype in (
-        ("request", request, jnp.int32),
-        ("read_slot", read_slot, jnp.int32),
-        ("write_slot", write_slot, jnp.int32),
-        ("has_state", has_state, jnp.bool_),
-        ("count", count, jnp.int32),
-    ):
-        check(name, vector, request.shape[:1], dtype)
+def _check_groups(groups: int, has_state: jax.Array, **numbers: jax.Array) -> None:
+    for name, vector in numbers.items():
+        check(name, vector, (groups,), jnp.int32)
+    check("has_state", has_state, (groups,), jnp.bool_)
 
 
 def _check_record(record: Record, recorded: Recorded, layout: QkvLayout, dtype: jax.typing.DTypeLike) -> None:

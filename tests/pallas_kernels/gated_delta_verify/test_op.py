@@ -256,6 +256,13 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         call(recorded=dataclasses.replace(recorded, live=recorded.live[:4]))
     with pytest.raises(ValueError, match=r"count is int32\[3\]; it takes int32\[4\]"):
         call(count=COUNT[:3])
+    for name in ("request", "read_slot", "write_slot"):
+        with pytest.raises(ValueError, match=rf"{name} is int64\[4\]; it takes int32\[4\]"):
+            call(**{name: READ.astype(np.int64)})
+    with pytest.raises(ValueError, match=r"read_slot is int64\[4\]; it takes int32\[4\]"):
+        gated_delta_pages(
+            *inputs, *weights(), pool, READ.astype(np.int64), np.zeros((4, ROWS), np.int32), HAS_STATE, COUNT
+        )
     with pytest.raises(ValueError, match="rows = 9; a record takes 1 to 8"):
         record_shapes(SHAPE.layout, 2, 9, jnp.bfloat16)
     monkeypatch.setenv("GDNJAX_DEBUG", "2")
