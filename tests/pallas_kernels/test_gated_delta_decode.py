@@ -266,6 +266,34 @@ def test_minus_one_is_padding_too(implementation: Implementation) -> None:
     assert_same_bits(pool[np.array([0, 1, 3, 4])], before[[0, 1, 3, 4]], "slots that no row writes")
 
 
+@pytest.mark.skipif(ON_GPU, reason="a reference is what a CPU runs; on a GPU XLA fuses it as it likes")
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(shapes.Shape("", 1, 2, 16, 16), jnp.bfloat16), (shapes.Shape("", 1, 3, 32, 20), jnp.float32)],
+)
+def test_the_reference_has_the_same_bits_wherever_it_runs(shape: shapes.Shape, dtype: jnp.dtype) -> None:
+    *inputs, pool, read, write, has_state = shapes.arguments(shape, 4, jax.random.key(9), dtype)
+    slots = read, write, has_state
+
+    # All are arguments: of constants a compiler computes parts ahead, and knows the branch.
+    def step(pool: jax.Array, inputs: Any, slots: Any) -> tuple[jax.Array, jax.Array]:
+        return gated_delta_decode(*inputs, pool, *slots, implementation="reference")
+
+    def loop(pool: jax.Array, inputs: Any, slots: Any) -> tuple[jax.Array, jax.Array]:
+        out = jnp.zeros((4, shape.value_heads, shape.value_dim), dtype)
+        return jax.lax.fori_loop(0, 2, lambda _, carry: step(carry[1], inputs, slots), (out, pool))
+
+    def chain(pool: jax.Array, inputs: Any, slots: Any) -> tuple[jax.Array, jax.Array]:
+        return step(step(pool, inputs, slots)[1], inputs, slots)
+
+    once = jax.jit(step)
+    apart = once(once(pool, inputs, slots)[1], inputs, slots)
+    looped, chained = jax.jit(loop)(pool, inputs, slots), jax.jit(chain)(pool, inputs, slots)
+    for found, where in ((looped, "in a loop"), (chained, "after itself")):
+        assert_same_bits(found[0], apart[0], f"outputs {where}")
+        assert_same_bits(found[1], apart[1], f"states {where}")
+
+
 @both
 def test_row_does_not_depend_on_its_batch(implementation: Implementation) -> None:
     # The same compiled program of 64 rows: all of them live, eight, and one alone among padding.
