@@ -112,9 +112,15 @@ def test_equal_requests_in_lockstep_and_one_alone(implementation: Implementation
             assert_same_bits(together.states[i][1:, group], alone.states[i][1:, 2], f"state of layer {i}")
 
 
+LONG = (
+    [(KERNEL, ALL), (KERNEL, OTHER)]
+    if ON_GPU
+    else [*(("reference", x) for x in (ALL, OTHER)), ("interpret", LAYERS["interpret"])]
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [ALL, OTHER], ids=["float32-first", "bfloat16-first"])
-@on_this_device
+@pytest.mark.parametrize(("implementation", "layers"), LONG)
 def test_thousands_of_rows(layers: tuple[Layer, ...], implementation: Implementation) -> None:
     schedule = draw(layers, 7200, seed=3)
     # Elsewhere a request begins anew every 50 steps or so; here two go on to the end.
