@@ -18,6 +18,7 @@ from tests.pallas_kernels.gated_delta_verify.simulation import (
     ON_GPU,
     REQUESTS,
     ROWS,
+    STEPS,
     Layer,
     Schedule,
     Trace,
@@ -31,7 +32,6 @@ ALL = (Layer(2, 1, jnp.float32), Layer(1, 2, jnp.bfloat16), Layer(1, 3, jnp.floa
 OTHER = tuple(dataclasses.replace(x, pool=jnp.bfloat16 if x.pool == jnp.float32 else jnp.float32) for x in ALL)
 # Compiling them is what takes time on a CPU, so that two layers go to either; the long form runs all.
 LAYERS = {"reference": (OTHER[1], ALL[3]), "interpret": (ALL[0], OTHER[2]), "pallas": ALL}
-STEPS = 200
 # A reference is what a CPU runs; on a GPU XLA fuses it as it likes.
 on_this_device = pytest.mark.parametrize("implementation", [KERNEL] if ON_GPU else IMPLEMENTATIONS)
 
