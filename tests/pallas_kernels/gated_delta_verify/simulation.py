@@ -175,21 +175,34 @@ class Trace:
     windows: tuple[Any, ...]
 
 
+STEPS = 200
+"""Steps of one compiled scan; a longer schedule takes it several times."""
+
+
 def run(design: str, layers: tuple[Layer, ...], schedule: Schedule, implementation: Implementation, twin: bool) -> Any:
-    """A design's `Trace` over a schedule, on the host, and (record only) the pools and records at the end."""
+    """A design's `Trace` over a schedule of a multiple of STEPS, on the host, and what it ends with."""
     slots = 1 + np.arange(REQUESTS, dtype=np.int32)
-    start = slots, slots + REQUESTS if twin else slots
-    return jax.tree.map(np.asarray, _run(design, layers, implementation, schedule, *start))
+    carry = _start(design, layers) | {"read": slots, "write": slots + REQUESTS if twin else slots}
+    traces = []
+    for first in range(0, len(schedule.request), STEPS):
+        part = jax.tree.map(lambda x, first=first: x[first : first + STEPS], schedule)
+        carry, trace = _run(design, layers, implementation, carry, part)
+        traces.append(jax.tree.map(np.asarray, trace))
+    trace = jax.tree.map(lambda *parts: np.concatenate(parts), *traces)
+    return trace, jax.tree.map(np.asarray, carry)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _start(design: str, layers: tuple[Layer, ...]) -> Any:
+    return _DESIGNS[design](layers, [], "reference")[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
-    design: str, layers: tuple[Layer, ...], implementation: Implementation, schedule: Schedule, read: Any, write: Any
-) -> Any:
-    make = {"record": _record_design, "pages": _pages_design, "tokens": _tokens_design}[design]
-    carry, step = make(layers, [weights_of(*x) for x in zip(layers, range(9), strict=False)], implementation)
-    carry, trace = jax.lax.scan(step, {**carry, "read": read, "write": write}, schedule)
-    return trace, {name: carry[name] for name in ("pools", "records") if name in carry}
+    design: str, layers: tuple[Layer, ...], implementation: Implementation, carry: Any, schedule: Schedule
+) -> tuple[Any, Trace]:
+    weights = [weights_of(*x) for x in zip(layers, range(9), strict=False)]
+    return jax.lax.scan(_DESIGNS[design](layers, weights, implementation)[1], carry, schedule)
 
 
 def _digest(states: jax.Array) -> jax.Array:
@@ -327,3 +340,6 @@ def _tokens_design(layers: tuple[Layer, ...], weights: list[Any], implementation
         return after, Trace(tuple(outputs), states, _windows(rings, position))
 
     return carry, step
+
+
+_DESIGNS = {"record": _record_design, "pages": _pages_design, "tokens": _tokens_design}

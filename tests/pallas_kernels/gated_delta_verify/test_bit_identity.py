@@ -18,6 +18,7 @@ from tests.pallas_kernels.gated_delta_verify.simulation import (
     ON_GPU,
     REQUESTS,
     ROWS,
+    STEPS,
     Layer,
     Schedule,
     Trace,
@@ -31,7 +32,6 @@ ALL = (Layer(2, 1, jnp.float32), Layer(1, 2, jnp.bfloat16), Layer(1, 3, jnp.floa
 OTHER = tuple(dataclasses.replace(x, pool=jnp.bfloat16 if x.pool == jnp.float32 else jnp.float32) for x in ALL)
 # Compiling them is what takes time on a CPU, so that two layers go to either; the long form runs all.
 LAYERS = {"reference": (OTHER[1], ALL[3]), "interpret": (ALL[0], OTHER[2]), "pallas": ALL}
-STEPS = 200
 # A reference is what a CPU runs; on a GPU XLA fuses it as it likes.
 on_this_device = pytest.mark.parametrize("implementation", [KERNEL] if ON_GPU else IMPLEMENTATIONS)
 
@@ -112,9 +112,15 @@ def test_equal_requests_in_lockstep_and_one_alone(implementation: Implementation
             assert_same_bits(together.states[i][1:, group], alone.states[i][1:, 2], f"state of layer {i}")
 
 
+LONG = (
+    [(KERNEL, ALL), (KERNEL, OTHER)]
+    if ON_GPU
+    else [*(("reference", x) for x in (ALL, OTHER)), ("interpret", LAYERS["interpret"])]
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [ALL, OTHER], ids=["float32-first", "bfloat16-first"])
-@on_this_device
+@pytest.mark.parametrize(("implementation", "layers"), LONG)
 def test_thousands_of_rows(layers: tuple[Layer, ...], implementation: Implementation) -> None:
     schedule = draw(layers, 7200, seed=3)
     # Elsewhere a request begins anew every 50 steps or so; here two go on to the end.
