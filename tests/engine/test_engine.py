@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from gdnjax.engine import Engine, Handle, QueueFull, programs
-from gdnjax.engine.engine import FLOOD
 from gdnjax.engine.launcher import Flight
+from gdnjax.engine.receiver import FLOOD
 from gdnjax.generation import NonFiniteLogitsError, SamplingParams
 from gdnjax.generation.loop import Emission
 from gdnjax.sizes import MOST_REQUESTS, derive_limits

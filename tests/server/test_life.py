@@ -137,7 +137,7 @@ def test_a_request_that_takes_too_long() -> None:
         with held(server):
             answer = in_thread(lambda: server.post(json=BODY))
             until(lambda: server.engine.waiting == 1)
-            until(lambda: server.engine._clock() > server.engine._arrived[0].deadline)
+            until(lambda: server.engine._clock() > server.engine._door._arrived[0].deadline)
         assert answer().status_code == 504
         assert "not done after 0.2 s, the server's limit" in answer().json()["error"]["message"]
 
