@@ -86,6 +86,7 @@ class _EngineCollector(Collector):
             ("requests_running", "Requests that have been admitted", engine.running),
             ("requests_waiting", "Requests that wait to be admitted", engine.waiting),
             ("requests_limit", "Requests that can run at once", requests),
+            ("requests_free", "Requests that could be admitted beside those that run", engine.pool.requests.free),
             ("kv_pages_used", "KV pages that requests or prefixes hold", pages.count - pages.free),
             ("kv_pages_idle", "KV pages that only prefixes hold, free when needed", pages.idle),
             ("kv_pages_limit", "KV pages there are", pages.count),
