@@ -101,6 +101,26 @@ def test_a_client_that_does_not_read_holds_up_nobody() -> None:
         assert server.post(json=BODY).status_code == 200
 
 
+def test_an_answer_that_is_there_before_its_request_has_been_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        submit, heard = server.engine.submit, []
+
+        def slow(*arguments: Any, on_piece: Any, **named: Any) -> Any:
+            def hear(piece: Any) -> None:
+                heard.append(piece)
+                on_piece(piece)
+
+            handle = submit(*arguments, on_piece=hear, **named)
+            server.service.worker._wake.set()
+            until(lambda: None in heard)
+            return handle
+
+        monkeypatch.setattr(server.engine, "submit", slow)
+        answer = server.post(json=BODY)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+        assert server.service.worker.failure is None
+
+
 def test_a_stop_lets_running_requests_end_and_takes_no_new_ones() -> None:
     with running() as server:
         with held(server):
