@@ -340,6 +340,7 @@ class Engine:
         handle.collector.result(logprobs=False)  # hands out the text that it held back
         handle.finish_reason = reason
         self.counters[f"finished_{reason}"] += 1
+        self.counters["prompt_tokens"] += len(handle.prompt)
         try:
             self._roster.remove(handle, self.pool)
         finally:  # it has ended, even if the device fails
