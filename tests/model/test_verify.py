@@ -131,7 +131,7 @@ class Event:
 
 @functools.cache
 def schedule() -> tuple[Event, ...]:
-    """Prompts of three requests, then steps over some of them with random drafts and acceptance, and prefills between."""
+    """Prompts of three requests, then steps of some of them with random drafts and acceptance, and prefills between."""
     rng = np.random.default_rng(7)
 
     def ids(count: int) -> list[int]:
