@@ -108,8 +108,11 @@ class StatePool:
         self.prefixes = PrefixCache(self.pages, places, config.prefix_interval)
         self._state = init_state(config, lengths=(), device=device)
         self._store = on_device.snapshot_store(config, places, device)
-        # Most entries of the page table that one plan changes: pages begun, and a shared page a request.
-        self._entries = config.prefill_tokens // config.page_size + 2 * config.max_requests + 1
+        # Most entries of the page table that one plan changes. A walk: pages begun, and a shared page a request. A
+        # step: the pages that a request's rows lie in.
+        walk = config.prefill_tokens // config.page_size + 2 * config.max_requests + 1
+        step = config.max_requests * (1 + -(-config.speculate // config.page_size))
+        self._entries = max(walk, step)
 
     # What there is
 
