@@ -149,16 +149,22 @@ class Pages:
 
     # Steps
 
-    def prepare(self, writes: Mapping[int, tuple[int, int]]) -> Growth:
+    def prepare(self, writes: Mapping[int, tuple[int, int]], ahead: int = 0) -> Growth:
         """What must happen so that each request can write the positions [first, end).
 
         Changes nothing but the prefix cache, which may have to give up pages.
+
+        Args:
+            writes: by request.
+            ahead: a request that takes pages takes up to so many more of those it has been promised, if they are free:
+                growing is a call to the device, and so there are fewer.
 
         Raises:
             OutOfPages: more pages are needed than promised to these requests and available.
         """
         places: list[tuple[int, int, int]] = []  # request, place, page to copy or 0
         references = Counter[int]()
+        more: list[tuple[int, int, int]] = []
         unpromised = 0
         promises = Counter(h.copy_of for h in self._held.values() if h.copy_of)
         for request, (first, end) in writes.items():
@@ -177,8 +183,11 @@ class Pages:
                         unpromised += 1
             places += [(request, place, 0) for place in range(have, need)]
             unpromised += max(0, need - max(have, holding.reserved))
+            if need > have:
+                more += [(request, place, 0) for place in range(need, min(need + ahead, holding.reserved))]
         if unpromised:
             self._require(unpromised)
+        places += more[: max(0, self.free - len(places))]
         if len(places) > self.free:
             self.reclaim(len(places) - self.free)
         taken = self._free[len(self._free) - len(places) :][::-1]

@@ -50,6 +50,9 @@ from pallas_kernels.debug import debug_level
 T = TypeVar("T")
 P = ParamSpec("P")
 
+PAGES_AHEAD = 3
+"""Promised KV pages that a request takes when it begins one: at 64 tokens a page it then grows every 256 tokens."""
+
 run_commit = jax.jit(commit, donate_argnames="state")
 run_commit_verified = jax.jit(commit_verified, donate_argnames="state")
 run_replay = jax.jit(replay, donate_argnames="state")
@@ -113,7 +116,7 @@ class StatePool:
         # step: the pages that a request's rows lie in.
         walk = config.prefill_tokens // config.page_size + 2 * config.max_requests + 1
         step = config.max_requests * (1 + -(-config.speculate // config.page_size))
-        self._entries = max(walk, step)
+        self._entries = max(walk, step) + PAGES_AHEAD * config.max_requests
 
     # What there is
 
@@ -322,7 +325,7 @@ class StatePool:
                 f"a walk over {total} tokens; it takes at most prefill_tokens = {self.config.prefill_tokens}: cut it"
             )
         plan = self.requests.plan(counts, keep_in_place=True)
-        self._grow(self.pages.prepare(plan.writes))
+        self._grow(self.pages.prepare(plan.writes, PAGES_AHEAD))
         return plan
 
     @_checked
@@ -348,7 +351,7 @@ class StatePool:
         if self.pending:
             raise PoolError(f"the step of requests {list(self.pending)} is not committed; commit or discard it first")
         plan = self.requests.plan(counts, keep_in_place=False)
-        self._grow(self.pages.prepare(plan.writes))
+        self._grow(self.pages.prepare(plan.writes, PAGES_AHEAD))
         return plan
 
     @_checked
