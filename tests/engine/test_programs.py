@@ -1,7 +1,11 @@
-"""Sampling by request: every sampler is the one of `gdnjax.generation`, and padding draws nothing."""
+"""Sampling by request: every sampler is the one of `gdnjax.generation`, and padding draws nothing. The largest step:
+a request's logits are its own, and padding writes nothing."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +14,9 @@ from gdnjax.engine import programs
 from gdnjax.generation import SamplingParams
 from gdnjax.generation.loop import NOT_FINITE, NOTHING
 from gdnjax.generation.sampling import make_sampler, penalize, sample
-from tests.generation.small import SMALL, VOCAB
+from gdnjax.state import State, init_state
+from tests.generation.small import SMALL, VOCAB, small_model
+from tests.helpers import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -69,3 +75,42 @@ def test_logits_that_are_not_finite_are_told() -> None:
     logits = jnp.zeros((ROWS, VOCAB)).at[1, 5].set(jnp.nan)
     _, emission = programs.run_draw(slate, logits, np.array([0, 1, 2, 3], np.int32), mode="greedy")
     assert [int(token) == NOT_FINITE for token in emission.token] == [False, True, False, False]
+
+
+def test_a_step_of_64_rows_gives_a_request_the_same_bits_whoever_else_is_in_it() -> None:
+    rows, params = 64, small_model().params
+    config = SMALL.replace(max_requests=rows, state_layout="twin")
+    nan = lambda arrays, kept: tuple(jnp.full_like(x, jnp.nan).at[:kept].set(0) for x in arrays)  # noqa: E731
+    empty = init_state(config)
+    start = dataclasses.replace(
+        empty,
+        recurrent=nan(empty.recurrent, 1),
+        conv=nan(empty.conv, 1),
+        keys=nan(empty.keys, config.page_size),
+        values=nan(empty.values, config.page_size),
+    )
+    rng = np.random.default_rng(0)
+    owner, tokens = rng.permutation(rows).astype(np.int32), rng.integers(0, 250, (3, rows)).astype(np.int32)
+
+    def run(live: np.ndarray) -> tuple[np.ndarray, State]:
+        state, found = jax.tree.map(jnp.array, start), []
+        for token in tokens:
+            logits, state = programs.run_decode(params, state, jnp.asarray(token), np.where(live, owner, -1))
+            found.append(np.asarray(logits))
+        return np.stack(found, 1), state
+
+    together, _ = run(np.ones(rows, bool))
+    assert np.isfinite(together).all()
+    for count in (1, 3, 8):
+        live = np.arange(rows) % (rows // count) == 5
+        assert live.sum() >= count
+        found, state = run(live)
+        assert_same_bits(found[live], together[live], f"{count} of {rows} rows")
+        absent = np.sort(owner[~live])
+        pages = start.page_table[absent].reshape(-1)
+        cells = (np.asarray(pages)[:, None] * config.page_size + np.arange(config.page_size)).reshape(-1)
+        slots = np.concatenate([start.read_slot[absent], start.write_slot[absent]])
+        for name, rest in (("recurrent", slots), ("conv", absent + 1), ("keys", cells), ("values", cells)):
+            for after, before in zip(getattr(state, name), getattr(start, name), strict=True):
+                untouched = np.concatenate([[0], rest])
+                assert_same_bits(np.asarray(after)[untouched], np.asarray(before)[untouched], name)
