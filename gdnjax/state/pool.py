@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from gdnjax.config import Config
+from gdnjax.diagnosis.watch import Watch
 from gdnjax.state import device as on_device
 from gdnjax.state.backend import Backend
 from gdnjax.state.pages import Growth, Pages
@@ -46,10 +47,12 @@ def _checked(method: Callable[Concatenate[StatePool, P], T]) -> Callable[Concate
     @functools.wraps(method)
     def wrapper(self: StatePool, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return method(self, *args, **kwargs)
+            out = method(self, *args, **kwargs)
         finally:
             if self.debug:
                 self.check()
+        self.watch.after_call(method.__name__, self._state)
+        return out
 
     return wrapper
 
@@ -66,6 +69,9 @@ def _undo(action: Callable[[], None]) -> Iterator[None]:
 class StatePool:
     """The live requests of one `State`.
 
+    With `GDNJAX_GUARD=1` the state, and with it `pool.config`, has guards between requests and between pages: see
+    `gdnjax.diagnosis.guard`. As many can be live as without.
+
     Args:
         config: sizes and limits.
         backend: what will step the state; None is this package's own, which takes both layouts.
@@ -78,13 +84,14 @@ class StatePool:
     def __init__(self, config: Config, backend: Backend | None = None, device: Any = None):
         if backend is not None:
             backend.bind(config)
-        self.config = config
+        self.watch = Watch(config)
+        self.config = config = self.watch.config
         self.debug = debug_level() > 0
-        self.requests = Requests(config)
-        self.pages = Pages(config.kv_pages, config.page_size)
+        self.requests = Requests(config, self.watch.every)
+        self.pages = Pages(config.kv_pages // self.watch.every, config.page_size, self.watch.every)
         places = on_device.snapshot_places(config)
         self.prefixes = PrefixCache(self.pages, places, config.prefix_interval)
-        self._state = init_state(config, lengths=(), device=device)
+        self._state = self.watch.begin(init_state(config, lengths=(), device=device))
         self._store = on_device.snapshot_store(config, places, device)
         # Most entries of the page table that one plan changes: pages begun, and a shared page a request.
         self._entries = config.prefill_tokens // config.page_size + 2 * config.max_requests + 1
@@ -327,13 +334,22 @@ class StatePool:
         self.requests.ran(plans)
         if commits:
             self.requests.commit()
+        if plans:
+            kinds = ", ".join("prefill" if plan.keep_in_place else "decode" for plan in plans)
+            if self.pending:  # current once committed
+                self.watch.after_call(kinds, self._state)
+            else:
+                self.watch.after_step(kinds, self._state, self.requests.names)
         return out
 
     @_checked
     def commit(self) -> None:
         """Makes the decode step that ran current: positions advance and twin slots change places."""
         self._state = run_commit(self.state)
+        pending = self.pending
         self.requests.commit()
+        if pending:
+            self.watch.after_step("decode", self._state, self.requests.names)
 
     @_checked
     def discard(self) -> None:
