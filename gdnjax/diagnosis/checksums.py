@@ -44,6 +44,8 @@ class Checksums:
 @jax.jit
 def checksums(state: State) -> Checksums:
     """The checksums of a state, which stays usable."""
+    # Bits from the beginning: what moves or chooses floats may change a NaN's.
+    state = jax.tree.map(_bits, state)
     c, position = state.config, state.position
     requests = jnp.arange(c.max_requests, dtype=jnp.int32)
     behind, record = jnp.zeros_like(position), None
@@ -84,10 +86,15 @@ def _rows(array: jax.Array) -> jax.Array:
     return array.reshape(*array.shape[:2], -1)
 
 
-def _digest(array: jax.Array, count: jax.Array | None = None) -> jax.Array:
+def _bits(array: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+
+
+def _digest(bits: jax.Array, count: jax.Array | None = None) -> jax.Array:
     """`[max_requests, rows, ...]` -> `[max_requests]` uint32, of the first `count` rows of each request or of all."""
-    width = 8 * array.dtype.itemsize
-    bits = jax.lax.bitcast_convert_type(_rows(array), f"uint{width}").astype(jnp.uint32)
+    bits = _rows(bits).astype(jnp.uint32)
     places = jnp.arange(bits[0].size, dtype=jnp.uint32).reshape(bits.shape[1:])
     mixed = _mix(_mix(places) ^ bits)
     if count is not None:

@@ -71,7 +71,7 @@ def diff(first: tuple[Run, ...], second: tuple[Run, ...]) -> Difference:
     differs behind them.
 
     Raises:
-        TraceError: runs of models with other layers.
+        TraceError: runs of models with other layers, or without a step.
     """
     places, lone = [], []
     compared = 0
@@ -90,6 +90,8 @@ def diff(first: tuple[Run, ...], second: tuple[Run, ...]) -> Difference:
                 places += _differing(number, one, entry, key, sums, *there[key])
         lone += _lone("first", number, one, other)
         lone += _lone("second", number, other, one)
+    if not compared and not lone:
+        raise TraceError("neither trace has a step in which a request moved; there is nothing to compare")
     order = {array: i for i, array in enumerate(ARRAYS)}
     place = min(places, key=lambda p: (p.run, p.step, p.layer, order[p.array], p.request), default=None)
     earliest = min(lone, key=lambda x: (x.run, x.step), default=None)
