@@ -129,10 +129,10 @@ class PythonLoop:
     """The Python loop. Iterating yields each step's emission as numpy arrays, one step behind the device.
 
     `stop(row)` retires a row from outside (a stop string); the step that is already running may still
-    emit for it. `decoding` holds the current state; nothing else may donate it.
+    emit for it. `decoding` holds the current state; nothing else may donate it. `watch` sees it after every step.
     """
 
-    def __init__(self, params: Params, decoding: Decoding, watch: Watch):
+    def __init__(self, params: Params, decoding: Decoding, watch: Watch | None = None):
         self.params = params
         self.decoding = decoding
         self.watch = watch
@@ -152,7 +152,8 @@ class PythonLoop:
                 self.decoding = dataclasses.replace(self.decoding, live=live)
                 self._changed = False
             self.decoding, emission = jitted_step(self.params, self.decoding)
-            self.watch.after_step("decode", self.decoding.state)
+            if self.watch is not None:
+                self.watch.after_step("decode", self.decoding.state)
             if behind is not None:
                 # Waits for the step before, while the device already works on this one.
                 tokens, logprobs = np.asarray(behind.token), np.asarray(behind.logprob)
