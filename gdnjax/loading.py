@@ -108,4 +108,4 @@ def random_model(config: str | Config, seed: int = 0, dtype: str | None = None, 
     c = from_preset(config, **overrides) if isinstance(config, str) else config.replace(**overrides)
     c = c.for_platform(current_platform()).replace(**overrides)
     c = dataclasses.replace(c, dtype=dtype if dtype is not None else default_dtype(c))
-    return LanguageModel(c, jax.jit(init_params, static_argnums=0)(c, jax.random.key(seed)))
+    return LanguageModel(c, init_params(c, jax.random.key(seed)))

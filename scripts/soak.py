@@ -3,11 +3,12 @@
     python scripts/soak.py --minutes 10 --out docs/results/soak_cpu.json
     python scripts/soak.py --config 0.8b --max-requests 64 --clients 96 --minutes 10
     python scripts/soak.py --burst 200 --max-requests 8 --max-waiting 16
-    python scripts/soak.py --url http://127.0.0.1:8000 --pid PID --minutes 10
+    python scripts/soak.py --url http://127.0.0.1:8000 --pid PID --near-tie 0.001 --minutes 10
 
 Every answer is greedy and must be the one that the same request gets alone, up to a near-tie of the two best tokens,
-whose gap is reported. At the end no slot, page or array may be left, and memory must not have grown. One JSON object
-with everything that was found goes to --out, else to stdout; exit code 0 means that nothing failed.
+whose gap is reported. At the end no slot, page or array may be left (of a server: what its /metrics say), and memory
+must not have grown. One JSON object with everything that was found goes to --out, else to stdout; exit code 0 means
+that nothing failed.
 """
 
 from __future__ import annotations
@@ -188,16 +189,14 @@ def main() -> int:
     clients = args.burst or args.clients
     if args.url:
         near_tie = args.near_tie or NEAR_TIE["bfloat16"]
-        report = {"target": args.url, **_run(args, ServerTarget(args.url, clients, args.pid), requests, near_tie)}
+        target, head = ServerTarget(args.url, clients, args.pid), {"target": args.url}
     else:
         engine = make_engine(args)
         engine.warm_up()
-        target = EngineTarget(engine)
+        target, head = EngineTarget(engine), describe(engine)
         near_tie = args.near_tie or NEAR_TIE[engine.config.dtype]
-        with target.running():
-            found = _run(args, target, requests, near_tie)
-        report = {**describe(engine), **found}
-    report["clients"] = clients
+    with target.running():
+        report = {**head, **_run(args, target, requests, near_tie), "clients": clients}
     text = json.dumps(report, indent=1) + "\n"
     if args.out is None:
         print(text, end="")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
 import jax
+from prometheus_client.parser import text_string_to_metric_families
 
 from gdnjax.bench.client import ServerError, connect, only_model, stream, tokens_of
 from gdnjax.engine import Engine, Piece, QueueFull
@@ -34,7 +35,8 @@ class Ask:
 class Answer:
     """What came: the tokens (ids from an engine, strings from a server) with their log-probabilities.
 
-    `left`: the client went away after `leave_after` tokens. `refused`: nothing came, for too many wait.
+    `left`: the client went away after `leave_after` tokens. `refused`: nothing came, for too many wait; a server
+    says when to come again.
     """
 
     outcome: Literal["complete", "left", "refused"]
@@ -42,7 +44,9 @@ class Answer:
 
 
 class Target(Protocol):
-    """A place to send requests to, from any number of threads."""
+    """A place to send requests to, from any number of threads, within `running`."""
+
+    def running(self) -> contextlib.AbstractContextManager[None]: ...
 
     def ask(self, ask: Ask, leave_after: int | None = None) -> Answer:
         """Sends a request and waits for its answer; leaves it after so many tokens.
@@ -62,7 +66,7 @@ class Target(Protocol):
 
 
 class EngineTarget:
-    """An engine, stepped by a thread of its own within `running`. A step that fails fails whoever asks then."""
+    """An engine, stepped by a thread of its own. A step that fails fails whoever asks then."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -147,6 +151,11 @@ class ServerTarget:
         self._client, self._pid = connect(url, clients), pid
         self._model = only_model(self._client)
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with contextlib.closing(self._client):
+            yield
+
     def ask(self, ask: Ask, leave_after: int | None = None) -> Answer:
         came: list[tuple[Any, float]] = []
         reason = None
@@ -160,7 +169,7 @@ class ServerTarget:
                     if leave_after is not None and len(came) >= leave_after:
                         return Answer("left", tuple(came))
             except ServerError as error:
-                if error.status in BUSY and not came:
+                if error.status in BUSY and error.retry_after is not None and not came:
                     return Answer("refused")
                 raise
         if reason not in ("stop", "length"):
@@ -171,7 +180,25 @@ class ServerTarget:
         return {} if self._pid is None else {"rss": resident(str(self._pid))}
 
     def check_idle(self) -> dict[str, Any]:
-        return {}
+        limit = time.monotonic() + 60
+        while (found := self._gauges()) and found["requests_running"] + found["requests_waiting"]:
+            assert time.monotonic() < limit, f"requests are left: {found}"
+            time.sleep(0.05)
+        if found:
+            assert found["requests_free"] == found["requests_limit"], f"a slot was not given back: {found}"
+            assert found["kv_pages_used"] == found["kv_pages_idle"], f"pages leaked: {found}"
+            health = self._client.get("/health")
+            assert health.status_code == 200, f"/health says {health.status_code}: {health.text}"
+        return {"server": {"model": self._model, **found}}
+
+    def _gauges(self) -> dict[str, float]:
+        """This project's gauges and counters, without their prefix; nothing of another's server."""
+        response = self._client.get("/metrics")
+        if response.status_code != 200:
+            return {}
+        samples = [s for family in text_string_to_metric_families(response.text) for s in family.samples]
+        names = {s.name: s.value for s in samples if s.name.startswith("gdnjax_") and not s.labels}
+        return {name.removeprefix("gdnjax_"): v for name, v in names.items() if not name.endswith("_created")}
 
 
 def live_bytes() -> int:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class ServerError(RuntimeError):
-    """The server's answer is not a completion; `status` is its HTTP status."""
+    """The server's answer is not a completion; `status` is its HTTP status, `retry_after` its header of that name."""
 
-    def __init__(self, status: int, text: str):
+    def __init__(self, status: int, text: str, retry_after: str | None = None):
         super().__init__(f"the server answered {status}: {text[:500]}")
-        self.status = status
+        self.status, self.retry_after = status, retry_after
 
 
 def connect(url: str, clients: int) -> httpx.Client:
@@ -62,7 +62,7 @@ def stream(
     with client.stream("POST", "/v1/completions", json=body | fields) as response:
         if response.is_error:
             response.read()
-            raise ServerError(response.status_code, response.text)
+            raise ServerError(response.status_code, response.text, response.headers.get("retry-after"))
         for line in response.iter_lines():
             if not line.startswith("data:") or line == "data: [DONE]":
                 continue

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from gdnjax.cli import UsageError
+from gdnjax.cli.compilation_cache import use_compilation_cache
 from gdnjax.cli.source import DEFAULT_MODEL, add_source, load_model
 
 
@@ -84,18 +85,6 @@ def run(args: argparse.Namespace) -> int:
     if server.force_exit:
         print("gdnjax serve: stopped before all requests had ended", file=sys.stderr)
     return 0
-
-
-def use_compilation_cache(folder: str | None) -> None:
-    """Makes JAX keep what it compiles: None is the user's cache directory, `none` keeps nothing."""
-    import jax
-
-    if folder == "none":
-        return
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", str(folder or pathlib.Path(base) / "gdnjax" / "xla"))
-    # Warming up compiles many small programs: together they take as long as the large ones.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def _positive(text: str) -> int:

@@ -14,26 +14,26 @@ for the device. A request that has ended is therefore stepped once more, for not
 from __future__ import annotations
 
 import collections
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
-import numpy as np
 
 from gdnjax.engine import scheduler
+from gdnjax.engine.door import Door
 from gdnjax.engine.handle import FinishReason, Handle, Piece
 from gdnjax.engine.launcher import Flight, Launcher, ScoreFlight
+from gdnjax.engine.receiver import Receiver
+from gdnjax.engine.roster import Roster
 from gdnjax.engine.submission import make_handle
 from gdnjax.generation.generate import NonFiniteLogitsError
-from gdnjax.generation.loop import NOT_FINITE
 from gdnjax.generation.sampling import SamplingParams
 from gdnjax.model.step import BACKEND
 from gdnjax.sizes import derive_limits
 from gdnjax.state.batch import check_ids
-from gdnjax.state.pages import NoRoom, OutOfPages
+from gdnjax.state.pages import OutOfPages
 from gdnjax.state.pool import StatePool
 from pallas_kernels.debug import debug_level
 
@@ -43,13 +43,6 @@ if TYPE_CHECKING:
 
 MOST_FAILURES = 3
 """A request under which so many steps have failed ends with `error`: it may be what makes them fail."""
-FLOOD, FLOOD_LOGPROB = 32, math.log(0.5)
-"""So many tokens 0 on end, each less probable than this, are what broken kernels leave: logits that are flat, or that
-have lost their NaN. A model that really repeats itself is sure of it."""
-
-
-class QueueFull(RuntimeError):
-    """As many requests wait as may: try again later."""
 
 
 class Engine:
@@ -93,19 +86,13 @@ class Engine:
             raise ValueError(f"chunk_tokens = {chunk_tokens}; it takes an integer >= 1, or None")
         self._make_pool()
         self._chunk = config.prefill_tokens if chunk_tokens is None else min(chunk_tokens, config.prefill_tokens)
-        self._max_waiting, self._overcommit, self._clock = max_waiting, overcommit, clock
-        # What other threads have left at the door, for the next step to take in.
-        self._door = threading.Lock()
-        self._arrived: list[Handle] = []
-        self._cancelled: list[Handle] = []
-        self._queue = scheduler.Queue()
-        self._running: dict[int, Handle] = {}
-        self._number = 0
+        self._clock = clock
+        self.counters: collections.Counter[str] = collections.Counter()
+        self._roster = Roster(overcommit, self.counters)
+        self._door = Door(self._roster.queue, max_waiting, self.counters)
+        self._receiver = Receiver(self.counters)
         self._lock = threading.RLock()
         self._debug = debug_level() > 0
-        self.counters: collections.Counter[str] = collections.Counter()
-        # Seconds that steps have spent waiting for the device, of all the time they took.
-        self.seconds_waiting = 0.0
 
     # Requests
 
@@ -155,13 +142,7 @@ class Engine:
                 f"a prompt of {len(handle.prompt)} tokens and {handle.max_new_tokens} new ones do not fit into "
                 f"kv_tokens = {self.config.kv_tokens}; ask for fewer, or raise kv_tokens"
             )
-        with self._door:
-            if self.full:
-                raise QueueFull(f"{self.waiting} requests wait, as many as max_waiting takes; try again later")
-            handle.number = self._number
-            self._number += 1
-            self._arrived.append(handle)
-            self.counters["submitted"] += 1
+        self._door.enter(handle)
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
         """The log-probability of each token of a continuation behind a prompt and the tokens before it.
@@ -182,8 +163,7 @@ class Engine:
 
     def cancel(self, handle: Handle) -> None:
         """Ends a request now; one that has ended stays as it is."""
-        with self._door:
-            self._cancelled.append(handle)
+        self._door.cancel(handle)
         # Now, unless a step is running: then that takes it in, or the next one.
         if self._lock.acquire(blocking=False):
             try:
@@ -192,12 +172,7 @@ class Engine:
                 self._lock.release()
 
     def _take_in(self) -> None:
-        with self._door:
-            arrived, self._arrived = self._arrived, []
-            cancelled, self._cancelled = self._cancelled, []
-            for handle in arrived:
-                self._queue.push(handle)
-        for handle in cancelled:
+        for handle in self._door.take_in():
             if not handle.done:
                 self._finish(handle, "cancelled")
 
@@ -220,17 +195,22 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that have not been admitted, or were preempted."""
-        return len(self._queue) + len(self._arrived)
+        return self._door.waiting
 
     @property
     def full(self) -> bool:
         """Whether `submit` would raise `QueueFull`."""
-        return self.waiting >= self._max_waiting
+        return self._door.full
 
     @property
     def running(self) -> int:
         """Requests that have been admitted and have not ended."""
-        return len(self._running)
+        return len(self._roster.running)
+
+    @property
+    def seconds_waiting(self) -> float:
+        """Seconds that steps have spent waiting for the device, of all the time they took."""
+        return self._receiver.seconds_waiting
 
     # Steps
 
@@ -251,7 +231,7 @@ class Engine:
             if self._lost:
                 self._recover()
             try:
-                for handle in scheduler.expired([*self._queue, *self._running.values()], self._clock()):
+                for handle in scheduler.expired([*self._roster.queue, *self._roster.running.values()], self._clock()):
                     self._finish(handle, "deadline")
                 self._admit()
                 behind = self._launcher.take()
@@ -263,47 +243,30 @@ class Engine:
             except Exception:
                 self._start_over()
                 raise
-            return bool(self.waiting or self._running or self._launcher.flights)
+            return bool(self.waiting or self._roster.running or self._launcher.flights)
 
     def _admit(self) -> None:
-        while (handle := self._queue.head()) is not None:
-            ids = [*handle.prompt, *handle.tokens]
-            reserve = min(len(ids) + 1, handle.limit) if self._overcommit else None
-            try:
-                request = self.pool.acquire(handle.limit, None if handle.scoring else ids, reserve)
-            except NoRoom:
-                return
-            self._queue.remove(handle)
-            start = self.pool.position(request)
-            handle.request, handle.to_read, handle.sent = request, ids, len(handle.tokens)
-            handle.reading = True
-            handle.cuts = self.pool.prefixes.boundaries(ids, start)
-            if not handle.preemptions:
-                handle.cached = start
-                self.counters["prefix_hits"] += start > 0
-                self.counters["prefix_tokens"] += start
-            handle.prompt_logprobs.clear()
-            self._running[request] = handle
+        for handle in self._roster.admit(self.pool):
             self._launcher.admit(handle)
 
     def _read(self) -> None:
         """Reads one window of prompts."""
         position = self.pool.position
-        behind = sorted((h for h in self._running.values() if h.reading), key=scheduler.rank)
+        behind = sorted((h for h in self._roster.running.values() if h.reading), key=scheduler.rank)
         if not behind:
             return
         budget, pieces = self._chunk, self._launcher.pieces
-        if len(behind) == len(self._running):
+        if len(behind) == len(self._roster.running):
             budget = self.config.prefill_tokens
         if behind[0].scoring:
             budget, pieces = min(budget, self._launcher.score_rows), 1
         unscored = [h for h in behind if not h.scoring] if not behind[0].scoring else behind[:1]
         waiting = [(r, position(r), len(h.to_read), h.cuts) for h in unscored if (r := h.request) is not None]
         plan = self.pool.plan_walk(scheduler.windows(waiting, budget, pieces))
-        self._launcher.read(plan, self._running)
+        self._launcher.read(plan, self._roster.running)
         self.counters["prefill_tokens"] += sum(plan.counts)
         for request in plan.requests:
-            handle, end = self._running[request], position(request)
+            handle, end = self._roster.running[request], position(request)
             handle.reading = end < len(handle.to_read)
             if end in handle.cuts:
                 self.counters["prefixes_kept"] += self.pool.remember(request, handle.to_read[:end])
@@ -312,7 +275,7 @@ class Engine:
         """One token of every request that has read its prompt and may have more."""
         most = self._launcher.row_buckets[-1]
         while True:
-            ready = [r for r, h in self._running.items() if not h.reading and h.sent < h.max_new_tokens]
+            ready = [r for r, h in self._roster.running.items() if not h.reading and h.sent < h.max_new_tokens]
             if not ready:
                 return
             try:
@@ -321,7 +284,7 @@ class Engine:
             except OutOfPages:
                 self._make_room(behind)
         for plan in plans:
-            self._launcher.decode(plan, self._running)
+            self._launcher.decode(plan, self._roster.running)
         self.counters["decode_steps"] += 1
 
     def _make_room(self, behind: list[Flight | ScoreFlight]) -> None:
@@ -329,18 +292,11 @@ class Engine:
         flights = [*behind, *self._launcher.take()]
         if flights:
             behind.clear()
-            before = len(self._running)
+            before = len(self._roster.running)
             self._receive(flights)
-            if len(self._running) < before:
+            if len(self._roster.running) < before:
                 return
-        handle = scheduler.victim(self._running)
-        assert handle.request is not None
-        self.pool.release(handle.request)
-        del self._running[handle.request]
-        handle.request = None
-        handle.preemptions += 1
-        self.counters["preemptions"] += 1
-        self._queue.push(handle)
+        self._roster.preempt(self.pool)
 
     def _start_over(self) -> None:
         """Puts everybody back into the queue; the pool is lost, as its state may be.
@@ -348,12 +304,7 @@ class Engine:
         Tokens that were on their way come again, the same ones: a draw depends on the seed and its number.
         """
         # Where nobody ran, it was an admission that failed.
-        suspects = list(self._running.values()) or [h for h in (self._queue.head(),) if h is not None]
-        for handle in self._running.values():
-            handle.request = None
-            handle.preemptions += 1
-            self._queue.push(handle)
-        self._running.clear()
+        suspects = self._roster.retreat() or [h for h in (self._roster.queue.head(),) if h is not None]
         self._lost = True
         self._failed(suspects)
         self.pool.close()
@@ -363,7 +314,7 @@ class Engine:
         try:
             self._make_pool()
         except Exception:
-            self._failed(list(self._queue))
+            self._failed(list(self._roster.queue))
             raise
 
     def _failed(self, handles: Sequence[Handle]) -> None:
@@ -378,60 +329,20 @@ class Engine:
         self._lost = False
 
     def _receive(self, flights: Sequence[Flight | ScoreFlight]) -> None:
-        """Takes the tokens of flights, in order."""
-        broken: list[int] = []
-        for flight in flights:
-            if isinstance(flight, ScoreFlight):
-                handle = flight.handle
-                # Behind the prompt's last token there is nothing to score, unless the caller has said what.
-                most = len(handle.prompt) - (handle.followed_by is None)
-                (scores,) = self._fetch(flight.logprobs)
-                handle.prompt_logprobs += scores[: flight.count]
-                del handle.prompt_logprobs[most:]
-                continue
-            tokens, logprobs = self._fetch(flight.emission.token, flight.emission.logprob)
-            received = 0
-            for handle, token, logprob in zip(flight.handles, tokens, logprobs, strict=False):
-                if handle is None or handle.finish_reason is not None:
-                    continue
-                if token == NOT_FINITE:
-                    self._finish(handle, "error")
-                    broken.append(handle.number)
-                    continue
-                handle.logprobs.append(logprob)
-                handle.tokens.append(token)
-                received += 1
-                more = handle.collector.push(token, logprob)
-                handle.zeros = handle.zeros + 1 if token == 0 and logprob < FLOOD_LOGPROB else 0
-                if handle.zeros >= FLOOD:
-                    self._finish(handle, "error")
-                elif not more or len(handle.tokens) == handle.max_new_tokens:
-                    self._finish(handle, "length" if more else "stop")
-            self.counters["generated_tokens"] += received
+        broken = self._receiver.receive(flights, self._finish)
         if broken and self._debug:
             raise NonFiniteLogitsError(
                 f"requests {broken}: the logits are NaN or infinite; check the weights, or load them with "
                 "dtype='float32'"
             )
 
-    def _fetch(self, *arrays: jax.Array) -> list[list[Any]]:
-        """Arrays of one axis as lists, once the device has them."""
-        start = time.perf_counter()
-        fetched = [np.asarray(array) for array in arrays]
-        self.seconds_waiting += time.perf_counter() - start
-        return [array.tolist() for array in fetched]
-
     def _finish(self, handle: Handle, reason: FinishReason) -> None:
         handle.collector.result(logprobs=False)  # hands out the text that it held back
         handle.finish_reason = reason
         self.counters[f"finished_{reason}"] += 1
-        request, handle.request = handle.request, None
+        self.counters["prompt_tokens"] += len(handle.prompt)
         try:
-            if request is None:
-                self._queue.remove(handle)
-            else:
-                del self._running[request]
-                self.pool.release(request)
+            self._roster.remove(handle, self.pool)
         finally:  # it has ended, even if the device fails
             if handle.on_piece is not None:
                 handle.on_piece(None)

@@ -25,6 +25,8 @@ PIECES = 16
 SCORE_ROWS = 64
 """Rows of a window whose tokens are scored: each has logits over the whole vocabulary."""
 
+MOST_ROWS_KEPT = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
@@ -57,6 +59,7 @@ class Launcher:
         self.score_rows = min(SCORE_ROWS, config.prefill_tokens)
         self.pieces = min(PIECES, pool.requests.most)
         self.flights: list[Flight | ScoreFlight] = []
+        self._rows: dict[tuple[int, ...], jax.Array] = {}
 
     def take(self) -> list[Flight | ScoreFlight]:
         """The flights, which are the caller's now."""
@@ -101,7 +104,7 @@ class Launcher:
     def decode(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
         """One token of each of the plan's requests."""
         rows = smallest(self.row_buckets, len(plan.requests))
-        request, token = plan.rows(rows), self.slate.token
+        request, token = self._on_device(plan.rows(rows).tolist()), self.slate.token
         logits = self.pool.run(
             plan, lambda state: programs.run_decode(self.params, state, token, request), commits=True
         )
@@ -121,10 +124,20 @@ class Launcher:
             numbers, owners = drawn.setdefault(handle.mode, ([-1] * rows, [None] * rows))
             numbers[row], owners[row] = request, handle
         for mode, (numbers, owners) in drawn.items():
-            self.slate, emission = programs.run_draw(self.slate, logits, np.array(numbers, np.int32), mode=mode)
+            self.slate, emission = programs.run_draw(self.slate, logits, self._on_device(numbers), mode=mode)
             emission.token.copy_to_host_async()
             emission.logprob.copy_to_host_async()
             self.flights.append(Flight(emission, tuple(owners)))
+
+    def _on_device(self, rows: Sequence[int]) -> jax.Array:
+        """Request numbers as an array on the device. Kept, for from step to step they rarely change, and a transfer
+        takes the host longer than the rest of a small call."""
+        key = tuple(rows)
+        if key not in self._rows:
+            if len(self._rows) >= MOST_ROWS_KEPT:
+                self._rows.clear()
+            self._rows[key] = jax.device_put(np.array(rows, np.int32))
+        return self._rows[key]
 
     def warming(self) -> Iterator[Callable[[], Any]]:
         """Calls that together compile everything that serving can need; they change nothing."""
@@ -155,7 +168,7 @@ class Launcher:
         self.pool.run((), lambda state: programs.run_score(self.params, state, batch, targets))
 
     def _warm_decode(self, rows: int) -> None:
-        nobody, token = np.full(rows, -1, np.int32), self.slate.token
+        nobody, token = self._on_device([-1] * rows), self.slate.token
         logits = self.pool.run((), lambda state: programs.run_decode(self.params, state, token, nobody))
         for mode in MODES:
             self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode)

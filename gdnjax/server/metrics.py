@@ -9,13 +9,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gdnjax.engine import Engine, Handle
+from gdnjax.engine import Engine
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 REASONS = ("stop", "length", "cancelled", "deadline", "error")
 
 _COUNTERS = {
+    "prompt_tokens": "Prompt tokens of ended requests",
     "prefill_tokens": "Prompt tokens read, those read again after a preemption included",
     "generated_tokens": "Tokens generated",
     "decode_steps": "Decode steps",
@@ -44,7 +45,6 @@ class Metrics:
             buckets=_BETWEEN,
             registry=self.registry,
         )
-        self.prompt_tokens = Counter("gdnjax_prompt_tokens", "Prompt tokens of ended requests", registry=self.registry)
         self.refused = Counter(
             "gdnjax_requests_refused", "Requests answered with an error", ["status"], registry=self.registry
         )
@@ -53,9 +53,6 @@ class Metrics:
     def clock(self) -> Clock:
         """The times of a request that arrives now."""
         return Clock(self, self._time)
-
-    def ended(self, handle: Handle) -> None:
-        self.prompt_tokens.inc(len(handle.prompt))
 
     def text(self) -> bytes:
         """Everything in Prometheus's text format."""
@@ -86,6 +83,7 @@ class _EngineCollector(Collector):
             ("requests_running", "Requests that have been admitted", engine.running),
             ("requests_waiting", "Requests that wait to be admitted", engine.waiting),
             ("requests_limit", "Requests that can run at once", requests),
+            ("requests_free", "Requests that could be admitted beside those that run", engine.pool.requests.free),
             ("kv_pages_used", "KV pages that requests or prefixes hold", pages.count - pages.free),
             ("kv_pages_idle", "KV pages that only prefixes hold, free when needed", pages.idle),
             ("kv_pages_limit", "KV pages there are", pages.count),

@@ -142,7 +142,7 @@ class Service:
             if piece is not None:
                 parts[index].add(piece)
             else:
-                check_ended(ticket.handles[index], self.settings)
+                check_ended(ticket.handles[index], ticket.handles, self.settings)
         whole = [part.whole(handle) for part, handle in zip(parts, ticket.handles, strict=True)]
         return envelope(prefix, self.settings.model).wrap(parts[0].kind, whole, usage=usage(ticket.handles, wanted.n))
 
@@ -161,7 +161,7 @@ class Service:
         try:
             async for index, piece in ticket.pieces():
                 if piece is None:
-                    check_ended(ticket.handles[index], self.settings)
+                    check_ended(ticket.handles[index], ticket.handles, self.settings)
                     new = parts[index].end(ticket.handles[index])
                 else:
                     new = parts[index].add(piece)

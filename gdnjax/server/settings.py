@@ -15,7 +15,7 @@ class Settings:
     * `max_connections`: open at once; each holds up to 64 KiB that its client has not read.
     * `max_choices`: of one request: its prompts times `n`.
     * `max_tokens`: most new tokens a choice; None leaves it to the engine's `max_length`.
-    * `timeout`: seconds that a request may take, waiting included.
+    * `timeout`: seconds that a request may take, waiting included; its answer is then what it has.
     * `client_timeout`: seconds in which a client must have sent its body, and read a piece of a stream, before it is
       dropped.
     * `drain`: seconds that running requests have to end when the server is told to stop.

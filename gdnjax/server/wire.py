@@ -49,21 +49,26 @@ def usage(handles: Sequence[Handle], n: int) -> dict[str, Any]:
     }
 
 
-def check_ended(handle: Handle, settings: Settings) -> None:
-    """Refuses a choice that did not end by itself.
+def check_ended(handle: Handle, handles: Sequence[Handle], settings: Settings) -> None:
+    """Refuses an answer that is of no use once one of its choices has ended.
 
     Raises:
-        ApiError: 504 after the timeout, 500 after an error, 503 if the server cancelled it.
+        ApiError: 504 after the timeout, if no choice has a token; 500 after an error, 503 if the server cancelled it.
     """
     match handle.finish_reason:
-        case "deadline":
-            message = f"not done after {settings.timeout:g} s, the server's limit; ask for fewer tokens"
+        case "deadline" if not any(one.tokens for one in handles):
+            message = f"no token after {settings.timeout:g} s, the server's limit; try again later"
             raise ApiError(504, message, code="timeout")
         case "error":
             raise ApiError(500, "the model failed on this request: see the server's log", code="model_error")
         case "cancelled":
             message = "the server is shutting down"
             raise ApiError(503, message, code="shutting_down", retry_after=settings.retry_after)
+
+
+def reason_of(handle: Handle) -> str | None:
+    """Why a choice ended, in OpenAI's words. They have none for a time limit: what it cut is `length` to them."""
+    return "length" if handle.finish_reason == "deadline" else handle.finish_reason
 
 
 class TextChoice:
@@ -91,12 +96,12 @@ class TextChoice:
 
     def end(self, handle: Handle) -> list[dict[str, Any]]:
         """Choices of the last chunks."""
-        return [self._choice("", [], handle.finish_reason)]
+        return [self._choice("", [], reason_of(handle))]
 
     def whole(self, handle: Handle) -> dict[str, Any]:
         """The choice of an answer that is not streamed, after all pieces have been added."""
         self._offset, self._stream = 0, self._tokenizer.stream()
-        return self._choice(self._text, self._all, handle.finish_reason)
+        return self._choice(self._text, self._all, reason_of(handle))
 
     def _choice(self, text: str, pieces: Sequence[Piece], reason: str | None) -> dict[str, Any]:
         found = self._scores(pieces) if self._logprobs else None
@@ -211,4 +216,4 @@ class ChatChoice:
         return {"index": self._index, "delta": delta, "logprobs": found, "finish_reason": reason}
 
     def _reason(self, handle: Handle) -> str | None:
-        return "tool_calls" if self._calls and handle.finish_reason == "stop" else handle.finish_reason
+        return "tool_calls" if self._calls and handle.finish_reason == "stop" else reason_of(handle)

@@ -139,9 +139,7 @@ class Worker:
         clock = self.metrics.clock()
 
         def hear(piece: Piece | None) -> None:
-            if piece is None:
-                self.metrics.ended(handle)
-            elif piece.tokens:
+            if piece is not None and piece.tokens:
                 clock.tick()
             self._outbox.append((ticket, index, piece))
 

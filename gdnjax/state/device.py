@@ -151,14 +151,17 @@ def resume(
     return place(state, request, moment, position, pages)
 
 
-def write_table(state: State, entries: jax.Array) -> State:
+def write_table(table: jax.Array, entries: jax.Array) -> jax.Array:
     """Writes page numbers into the page table.
 
-    entries: `[E, 3]` int32 of (request, place in its row, page). A request outside the table is padding.
+    It takes the table alone: a call with the whole state costs the host as much as a fifth of a decode step.
+
+    Args:
+        table: `[max_requests, pages_per_request]` int32, `State.page_table`.
+        entries: `[E, 3]` int32 of (request, place in its row, page). A request below 0 is padding.
     """
-    request = jnp.where(entries[:, 0] < 0, state.page_table.shape[0], entries[:, 0])
-    table = state.page_table.at[request, entries[:, 1]].set(entries[:, 2], mode="drop")
-    return dataclasses.replace(state, page_table=table)
+    request = jnp.where(entries[:, 0] < 0, table.shape[0], entries[:, 0])
+    return table.at[request, entries[:, 1]].set(entries[:, 2], mode="drop")
 
 
 def _page(cache: jax.Array, page: jax.Array, size: int) -> jax.Array:
@@ -218,6 +221,6 @@ run_clear = jax.jit(clear, donate_argnames="state")
 run_discard = jax.jit(discard, donate_argnames="state")
 run_store = jax.jit(store, donate_argnames="snapshots")
 run_resume = jax.jit(resume, donate_argnames="state")
-run_write_table = jax.jit(write_table, donate_argnames="state")
+run_write_table = jax.jit(write_table, donate_argnames="table")
 run_copy_pages = jax.jit(copy_pages, donate_argnames="state")
 run_write_pages = jax.jit(write_pages, donate_argnames="state")

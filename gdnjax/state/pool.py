@@ -19,6 +19,7 @@ is checked after every call.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -379,7 +380,7 @@ class StatePool:
                 self.state, self._store, np.int32(0), nobody, np.int32(0), self.table_row(())
             )
         self._state = on_device.run_copy_pages(self.state, group, group)
-        self._state = on_device.run_write_table(self.state, np.full((self._entries, 3), -1, np.int32))
+        self._write_table(np.full((self._entries, 3), -1, np.int32))
         self._state = on_device.run_clear(self.state, nobody)
 
     def close(self) -> None:
@@ -407,8 +408,12 @@ class StatePool:
             self._state = on_device.run_copy_pages(self.state, source, target)
         entries = np.full((self._entries, 3), -1, np.int32)
         entries[: len(growth.entries)] = growth.entries
-        self._state = on_device.run_write_table(self.state, entries)
+        self._write_table(entries)
         self.pages.apply(growth)
+
+    def _write_table(self, entries: np.ndarray) -> None:
+        table = on_device.run_write_table(self.state.page_table, entries)
+        self._state = dataclasses.replace(self.state, page_table=table)
 
     def _reservation(self, limit: int, reserve: int | None, tokens: int) -> int:
         # Refuses what could never fit; the pages to reserve for a request that has `tokens` to begin with.

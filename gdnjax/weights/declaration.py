@@ -6,6 +6,7 @@ gives the pytree that everything else works on; its paths, joined by dots, are H
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +27,13 @@ FORMAT_VERSION = 1
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
+# Kept, so that arrays of one initializer, shape and dtype are drawn by one compiled program.
+@functools.cache
 def _normal(scale: float) -> Initializer:
     return lambda key, shape: scale * jax.random.normal(key, shape, jnp.float32)
 
 
+@functools.cache
 def _constant(value: float) -> Initializer:
     return lambda key, shape: jnp.full(shape, value, jnp.float32)
 
@@ -179,10 +183,14 @@ def init_params(config: Config, key: jax.Array) -> Params:
 
     def draw(path: Any, variable: nnx.Param) -> jax.Array:
         shape = variable.get_value()
-        array = variable.get_metadata("init")(jax.random.fold_in(key, order[tensor_name(path)]), shape.shape)
-        return array.astype(shape.dtype)
+        return _draw(key, order[tensor_name(path)], variable.get_metadata("init"), shape.shape, shape.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, declaration, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+@functools.partial(jax.jit, static_argnames=("initializer", "shape", "dtype"))
+def _draw(key: jax.Array, number: int, initializer: Initializer, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return initializer(jax.random.fold_in(key, number), shape).astype(dtype)
 
 
 def tensor_name(path: tuple[Any, ...]) -> str:

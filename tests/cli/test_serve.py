@@ -12,11 +12,9 @@ import threading
 from pathlib import Path
 
 import httpx
-import jax
 import pytest
 
 from gdnjax.cli import main
-from gdnjax.cli.serve import use_compilation_cache
 from tests.server.serving import model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -69,22 +67,6 @@ def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "gdnjax.server.run", raising=False)
     assert main(["serve"]) == 1
     assert "the module uvicorn is missing; run pip install 'gdnjax[serve]'" in capsys.readouterr().err
-
-
-def test_where_compiled_programs_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    try:
-        use_compilation_cache("none")
-        assert jax.config.jax_compilation_cache_dir == before[names[0]]
-        use_compilation_cache(None)
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "gdnjax" / "xla")
-        use_compilation_cache("elsewhere")
-        assert jax.config.jax_compilation_cache_dir == "elsewhere"
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gdnjax.engine import Engine, Handle, QueueFull, programs
-from gdnjax.engine.engine import FLOOD
+from gdnjax.engine import Engine, Handle, QueueFull, launcher, programs
 from gdnjax.engine.launcher import Flight
+from gdnjax.engine.receiver import FLOOD
 from gdnjax.generation import NonFiniteLogitsError, SamplingParams
 from gdnjax.generation.loop import Emission
 from gdnjax.sizes import MOST_REQUESTS, derive_limits
@@ -131,7 +131,8 @@ def test_nothing_compiles_after_warming_up_and_memory_is_flat() -> None:
     assert e.counters["preemptions"] > 0 and e.counters["prefixes_kept"] > 0
     watching.clear()
     assert compiled == []
-    assert live() == before
+    # But for the rows of the last few steps, which are kept on the device.
+    assert abs(live() - before) <= launcher.MOST_ROWS_KEPT * 4 * e.config.max_requests
     assert_clean(e)
 
 

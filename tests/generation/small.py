@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from gdnjax.config import Config
 from gdnjax.generation import GenerationResult, Request, SamplingParams
@@ -18,6 +19,7 @@ from gdnjax.generation.generate import generate
 from gdnjax.lm import LanguageModel
 from gdnjax.loading import random_model
 from gdnjax.tokenizer import Tokenizer, load_tokenizer
+from gdnjax.weights.declaration import tensor_names
 
 # Greedy choices may differ between two forms of the same computation where the best two are this close.
 NEAR_TIE = 1e-3
@@ -69,9 +71,8 @@ def small_model(**overrides: Any) -> LanguageModel:
     return dataclasses.replace(random_model(SMALL, seed=1), tokenizer=byte_tokenizer())
 
 
-@functools.cache
-def byte_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer with `VOCAB` ids, through the same files as any other."""
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE tokenizer with `VOCAB` ids, as Hugging Face's file."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
@@ -86,11 +87,30 @@ def byte_tokenizer() -> Tokenizer:
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": [list(p) for p in MERGES]},
     }
+    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    """That tokenizer, through the same files as any other."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+        write_tokenizer(Path(folder))
         tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     return tokenizer
+
+
+def write_checkpoint(folder: Path) -> None:
+    """The small model with its tokenizer as a directory of Hugging Face's files, for processes of their own."""
+    folder.mkdir()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "linear_num_key_heads", "linear_num_value_heads")
+    names += ("linear_key_head_dim", "linear_value_head_dim", "layer_types", "tie_word_embeddings", "dtype")
+    config = {"model_type": "qwen3_5_text", **{name: getattr(SMALL, name) for name in names}}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = {name: np.asarray(array) for name, array in tensor_names(small_model().params).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(folder)
 
 
 def run(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import jax.numpy as jnp
 import pytest
 
 from gdnjax.engine import Engine
+from gdnjax.loading import random_model
 from gdnjax.state.device import snapshot_bytes
 from tests.generation.small import NEAR_TIE, SMALL, small_model
+from tests.server.serving import running
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -55,6 +59,66 @@ def test_nothing_is_left_of_clients_that_come_and_go(scripts: Any, engine: Engin
     assert report["counters"]["preemptions"] > 0 and report["counters"]["finished_cancelled"] > 0
     assert report["memory"]["rss"]["last_quarter"] > 10**7
     json.dumps(report)
+
+
+def test_the_same_over_http(scripts: Any, engine: Engine) -> None:
+    with running(engine, api_key=None) as server:
+        target = scripts.ServerTarget(server.url, 60, os.getpid())
+        with target.running():
+            crowd = scripts.burst(target, scripts.asks(12, 40, 20, seed=2), 60, NEAR_TIE)
+            report = scripts.soak(target, scripts.asks(12, 40, 20, seed=1), 12, 2.0, NEAR_TIE)
+    assert crowd["failures"] == report["failures"] == []
+    assert crowd["complete"] + crowd["refused"] == 60 and crowd["complete"] >= 16 and crowd["refused"] > 0
+    assert min(report["complete"], report["left"]) > 5 and report["memory"]["rss"]["last_quarter"] > 10**7
+    assert report["server"]["preemptions_total"] > 0 and report["server"]["prefix_hits_total"] > 0
+    assert engine.counters["finished_cancelled"] > 0 and engine.pool.live == ()
+
+
+@pytest.mark.parametrize(
+    ("fault", "failure"),
+    [
+        ("a slot", "a slot was not given back"),
+        ("a page", "pages leaked"),
+        ("an answer that fails", "the server answered 500"),
+        ("a refusal that does not say until when", "the server answered 429"),
+        ("another answer", "alone"),
+        ("no thread", "/health says 503"),
+    ],
+)
+def test_what_is_wrong_with_a_server_is_found(
+    scripts: Any, engine: Engine, fault: str, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.pool, "debug", False)
+    with running(engine, api_key=None) as server:
+        target = scripts.ServerTarget(server.url, 2, None)
+        ask, asked = target.ask, [0]
+
+        def refuse() -> None:
+            monkeypatch.setattr(engine._door, "_max_waiting", 0)
+            settings = dataclasses.replace(server.service.settings, retry_after=None)
+            monkeypatch.setattr(server.service, "settings", settings)
+
+        faults: dict[str, Callable[[], Any]] = {
+            "a slot": lambda: engine.pool.requests._free.pop(),
+            "a page": lambda: engine.pool.pages._free.pop(),
+            "an answer that fails": lambda: monkeypatch.setattr(engine, "submit", lambda *_, **__: 1 / 0),
+            "a refusal that does not say until when": refuse,
+            "another answer": lambda: monkeypatch.setattr(
+                engine._launcher, "params", random_model(SMALL, seed=2).params
+            ),
+            "no thread": lambda: monkeypatch.setattr(type(server.service.worker), "alive", False),
+        }
+
+        def answered(one: Any, leave_after: int | None = None) -> Any:
+            asked[0] += 1
+            if asked[0] == 2:
+                faults[fault]()
+            return ask(one, leave_after)
+
+        monkeypatch.setattr(target, "ask", answered)
+        with target.running():
+            report = scripts.burst(target, [scripts.Ask((5, 9, 2), 2)], 2, NEAR_TIE)
+    assert any(failure in found for found in report["failures"]), report["failures"]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,9 @@ def running(engine: Engine | None = None, buffers: int | None = None, **settings
     buffers: bytes that the system keeps of what a client has not read.
     settings: changes of `Settings`.
     """
-    service = make_service(model(), engine or make_engine(), Settings(model="small", api_key=KEY, **settings))
+    service = make_service(
+        model(), engine or make_engine(), Settings(**({"model": "small", "api_key": KEY} | settings))
+    )
     ready = threading.Event()
     server = Server(service, ready.set)
     with bind("127.0.0.1", 0) as sock:

@@ -30,6 +30,13 @@ def stream(server: Running, body: dict[str, Any]) -> Any:
     )
 
 
+def events(server: Running, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a stream tells, without its last line."""
+    with stream(server, body) as answer:
+        data = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    return [json.loads(one) for one in data]
+
+
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 8, "ignore_eos": True}
 
 
@@ -94,6 +101,26 @@ def test_a_client_that_does_not_read_holds_up_nobody() -> None:
         assert server.post(json=BODY).status_code == 200
 
 
+def test_an_answer_that_is_there_before_its_request_has_been_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        submit, heard = server.engine.submit, []
+
+        def slow(*arguments: Any, on_piece: Any, **named: Any) -> Any:
+            def hear(piece: Any) -> None:
+                heard.append(piece)
+                on_piece(piece)
+
+            handle = submit(*arguments, on_piece=hear, **named)
+            server.service.worker._wake.set()
+            until(lambda: None in heard)
+            return handle
+
+        monkeypatch.setattr(server.engine, "submit", slow)
+        answer = server.post(json=BODY)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+        assert server.service.worker.failure is None
+
+
 def test_a_stop_lets_running_requests_end_and_takes_no_new_ones() -> None:
     with running() as server:
         with held(server):
@@ -132,14 +159,57 @@ def test_a_stop_cancels_what_does_not_end() -> None:
         assert not server.thread.is_alive()
 
 
-def test_a_request_that_takes_too_long() -> None:
+def test_a_request_that_gets_no_token_in_time() -> None:
     with running(timeout=0.2) as server:
         with held(server):
-            answer = in_thread(lambda: server.post(json=BODY))
-            until(lambda: server.engine.waiting == 1)
-            until(lambda: server.engine._clock() > server.engine._arrived[0].deadline)
-        assert answer().status_code == 504
-        assert "not done after 0.2 s, the server's limit" in answer().json()["error"]["message"]
+            answers = [in_thread(lambda: server.post(json=BODY)), in_thread(lambda: events(server, CHAT))]
+            until(lambda: server.engine.waiting == 2)
+            until(lambda: server.engine._clock() > server.engine._door._arrived[1].deadline)
+        whole, (*_, last) = (answer() for answer in answers)
+        assert whole.status_code == 504
+        for error in (whole.json()["error"], last["error"]):
+            assert error["code"] == "timeout" and "no token after 0.2 s, the server's limit" in error["message"]
+        assert server.service.metrics.refused.labels(504)._value.get() == 2
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_has_come_when_the_time_is_over_is_the_answer(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    engine = make_engine(clock=lambda: now[0])
+    step = engine.step
+    with running(engine, timeout=60.0) as server:
+
+        def step_for_a_while() -> bool:
+            if engine.counters["generated_tokens"] >= 10:
+                now[0] = 100.0
+            return step()
+
+        # Four choices run, and one waits until the time is over.
+        body = CHAT | {"n": 5, "max_tokens": 40, "temperature": 0, "logprobs": True}
+        wanted = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+        assert engine.counters.pop("generated_tokens") == 200
+        monkeypatch.setattr(engine, "step", step_for_a_while)
+        with held(server):
+            ask = (lambda: events(server, body)) if streamed else (lambda: server.post("/v1/chat/completions", body))
+            answer = in_thread(ask)
+            until(lambda: engine.waiting == 5)
+        if streamed:
+            chunks = answer()
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            reasons = {choice["index"]: choice["finish_reason"] for choice in choices}
+            texts = ["".join(c["delta"].get("content", "") for c in choices if c["index"] == i) for i in range(5)]
+        else:
+            assert answer().status_code == 200
+            choices = answer().json()["choices"]
+            reasons = {choice["index"]: choice["finish_reason"] for choice in choices}
+            texts = [choice["message"]["content"] for choice in choices]
+            scores = [len(choice["logprobs"]["content"]) for choice in choices]
+            assert answer().json()["usage"]["completion_tokens"] == sum(scores) == engine.counters["generated_tokens"]
+        assert 10 <= engine.counters["generated_tokens"] < 30
+        assert list(reasons.values()) == ["length"] * 5
+        assert texts[4] == "" and all(text and wanted.startswith(text) and text != wanted for text in texts[:4])
+        assert engine.counters["finished_deadline"] == 5
+        assert server.service.metrics.refused.labels(504)._value.get() == 0
 
 
 def test_the_server_outlives_an_engine_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

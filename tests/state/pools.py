@@ -54,7 +54,7 @@ def micro(layout: str = "twin") -> Config:
 
 @functools.cache
 def micro_params() -> Params:
-    return jax.jit(init_params, static_argnums=0)(MICRO, jax.random.key(3))
+    return init_params(MICRO, jax.random.key(3))
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

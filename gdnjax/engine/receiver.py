@@ -1,0 +1,92 @@
+"""From the device to the requests: fetches what was launched, and sees which requests end by it."""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gdnjax.engine.handle import FinishReason, Handle
+from gdnjax.engine.launcher import Flight, ScoreFlight
+from gdnjax.generation.loop import NOT_FINITE
+
+Finish = Callable[[Handle, FinishReason], None]
+FLOOD, FLOOD_LOGPROB = 32, math.log(0.5)
+"""So many tokens 0 on end, each less probable than this, are what broken kernels leave: logits that are flat, or that
+have lost their NaN. A model that really repeats itself is sure of it."""
+
+
+class Receiver:
+    """Hands tokens to their handles.
+
+    Args:
+        counters: `generated_tokens` counts here.
+
+    Attributes:
+        seconds_waiting: spent waiting for the device.
+    """
+
+    def __init__(self, counters: collections.Counter[str]):
+        self._counters = counters
+        self.seconds_waiting = 0.0
+
+    def receive(self, flights: Sequence[Flight | ScoreFlight], finish: Finish) -> list[int]:
+        """Takes what flights bring, in order.
+
+        Args:
+            flights: of `Launcher`.
+            finish: called where a request ends, with the reason.
+
+        Returns:
+            Numbers of the requests that have ended because their logits are NaN or infinite.
+        """
+        broken: list[int] = []
+        for flight in flights:
+            if isinstance(flight, ScoreFlight):
+                self._scores(flight)
+            else:
+                broken += self._tokens(flight, finish)
+        return broken
+
+    def _scores(self, flight: ScoreFlight) -> None:
+        handle = flight.handle
+        # Behind the prompt's last token there is nothing to score, unless the caller has said what.
+        most = len(handle.prompt) - (handle.followed_by is None)
+        (scores,) = self._fetch(flight.logprobs)
+        handle.prompt_logprobs += scores[: flight.count]
+        del handle.prompt_logprobs[most:]
+
+    def _tokens(self, flight: Flight, finish: Finish) -> list[int]:
+        broken: list[int] = []
+        tokens, logprobs = self._fetch(flight.emission.token, flight.emission.logprob)
+        received = 0
+        for handle, token, logprob in zip(flight.handles, tokens, logprobs, strict=False):
+            if handle is None or handle.finish_reason is not None:
+                continue
+            if token == NOT_FINITE:
+                finish(handle, "error")
+                broken.append(handle.number)
+                continue
+            handle.logprobs.append(logprob)
+            handle.tokens.append(token)
+            received += 1
+            more = handle.collector.push(token, logprob)
+            handle.zeros = handle.zeros + 1 if token == 0 and logprob < FLOOD_LOGPROB else 0
+            if handle.zeros >= FLOOD:
+                finish(handle, "error")
+            elif not more or len(handle.tokens) == handle.max_new_tokens:
+                finish(handle, "length" if more else "stop")
+        self._counters["generated_tokens"] += received
+        return broken
+
+    def _fetch(self, *arrays: jax.Array) -> list[list[Any]]:
+        """Arrays of one axis as lists, once the device has them."""
+        start = time.perf_counter()
+        fetched = [np.asarray(array) for array in arrays]
+        self.seconds_waiting += time.perf_counter() - start
+        return [array.tolist() for array in fetched]
