@@ -335,7 +335,7 @@ class StatePool:
         self.requests.ran(plans)
         if commits:
             self.requests.commit()
-        if plans:
+        if plans and self.watch.on:
             kinds = ", ".join("prefill" if plan.keep_in_place else "decode" for plan in plans)
             if self.pending:  # current once committed
                 self.watch.after_call(kinds, self._state)
@@ -349,7 +349,7 @@ class StatePool:
         self._state = run_commit(self.state)
         pending = self.pending
         self.requests.commit()
-        if pending:
+        if pending and self.watch.on:
             self.watch.after_step("decode", self._state, self.requests.names)
 
     @_checked
