@@ -14,7 +14,6 @@ import pytest
 from gdnjax.config import Config
 from gdnjax.diagnosis.checksums import Checksums, checksums
 from gdnjax.state import State, cached_kv, conv_window, init_state, recurrent_state
-from gdnjax.state.record import start_speculation
 from tests.diagnosis.driving import DEEP
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -30,9 +29,7 @@ def random_bits(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) ->
 def filled(config: Config, seed: int, rows: int = 0) -> State:
     """A state of random bits, NaNs among them, whose requests have some tokens each. rows: of a record."""
     rng = np.random.default_rng(seed)
-    state = init_state(config)
-    if rows:
-        state = start_speculation(state, rows)
+    state = init_state(config.replace(speculate=rows - 1) if rows else config)
     state = jax.tree.map(lambda x: random_bits(x.shape, x.dtype, rng) if x.ndim > 2 else x, state)
     return dataclasses.replace(state, position=jnp.asarray(POSITION))
 

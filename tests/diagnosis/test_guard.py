@@ -19,18 +19,18 @@ from gdnjax.diagnosis.watch import Watch
 from gdnjax.model import step as model_step
 from gdnjax.state import State, init_state
 from gdnjax.state import device as on_device
-from gdnjax.state.record import start_speculation
 from tests.diagnosis.driving import DEEP, deep
 from tests.helpers import LAYOUTS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+# In decode steps, and in verify steps on records and on slots.
 OPERATIONS = {
-    "recurrent": "gated_delta_decode",
-    "conv": "causal_conv_decode",
-    "keys": "attention_prologue",
-    "values": "attention_prologue",
-    "record": "gated_delta_verify",
+    "recurrent": ("gated_delta_decode", "gated_delta_verify", "gated_delta_pages"),
+    "conv": ("causal_conv_decode", "causal_conv_packed", "causal_conv_packed"),
+    "keys": ("attention_prologue",) * 3,
+    "values": ("attention_prologue",) * 3,
+    "record": ("", "gated_delta_verify", ""),
 }
 ROWS = {
     "recurrent": "recurrent slot",
@@ -49,17 +49,19 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def pattern(layout: str, record: bool = False) -> State:
+def pattern(layout: str, design: str | None) -> State:
     """A guarded state as it begins, on the host."""
-    config = spaced(DEEP.replace(state_layout=layout, mtp_num_hidden_layers=1, draft_kv=True))
-    state = init_state(config, [5, 0, 9])
-    return jax.device_get(guarded(start_speculation(state, 3) if record else state))
+    config = DEEP.replace(state_layout=layout, mtp_num_hidden_layers=1, draft_kv=True)
+    if design is not None:
+        config = config.replace(speculate=2, speculative_state=design)
+    return jax.device_get(guarded(init_state(spaced(config), [5, 0, 9])))
 
 
 def owned(state: State) -> dict[str, set[int]]:
     """Rows that belong to the requests which are somebody's, and the reserved ones, by field."""
     requests = range(0, state.config.max_requests, 2)
-    slots = {0} | {int(slots[r]) for slots in (state.read_slot, state.write_slot) for r in requests}
+    first = {int(slots[r]) for slots in (state.read_slot, state.write_slot) for r in requests}
+    slots = {0} | {slot + i for slot in first for i in range(state.config.step_slots)}
     pages = set(range(1, state.config.kv_pages + 1, 2)) | {0}
     return {
         "recurrent": slots,
@@ -93,11 +95,11 @@ def arrays(state: State) -> list[tuple[str, int, Any, Callable[[Any], State]]]:
     return found
 
 
-@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize(("design", "kind"), [(None, "decode"), ("record", "verify"), ("slots", "verify")])
 @layouts
-def test_every_row_that_nobody_owns_is_a_guard_and_no_other_is(layout: str, record: bool) -> None:
-    state = pattern(layout, record)
-    check_guards(state, 0, "decode")
+def test_every_row_that_nobody_owns_is_a_guard_and_no_other_is(layout: str, design: str | None, kind: str) -> None:
+    state = pattern(layout, design)
+    check_guards(state, 0, kind)
     for field, index, array, put in arrays(state):
         size = DEEP.page_size if field in ("keys", "values") else 1
         for row in range(array.shape[0] // size):
@@ -105,13 +107,14 @@ def test_every_row_that_nobody_owns_is_a_guard_and_no_other_is(layout: str, reco
             changed.reshape(-1, size, *array.shape[1:])[row, -1].reshape(-1)[-1] = 0.5
             changed = put(changed)
             if row in owned(state)[field] and (row or field == "record"):
-                check_guards(changed, 0, "decode")
+                check_guards(changed, 0, kind)
                 continue
             with pytest.raises(StrayWriteError, match=rf" {row} of ") as error:
-                check_guards(changed, 7, "decode")
+                check_guards(changed, 7, kind)
             layer = (*DEEP.gdn_layers,) if field in ("recurrent", "conv", "record") else (*DEEP.attention_layers, None)
             where = "the draft head" if layer[index] is None else f"layer {layer[index]}"
-            assert f"step 7 (decode): {OPERATIONS[field]} wrote {ROWS[field]} {row} of {where}, " in str(error.value)
+            operation = OPERATIONS[field][(None, "record", "slots").index(design)]
+            assert f"step 7 ({kind}): {operation} wrote {ROWS[field]} {row} of {where}, " in str(error.value)
 
 
 # What steps and the pool do

@@ -106,6 +106,16 @@ def test_the_first_step_request_layer_and_array_are_named(traced: Callable[[str]
         assert place.layer_type == MICRO.layer_types[layer]
 
 
+def test_a_step_that_is_not_committed_is_not_written(traced: Callable[[str], str]) -> None:
+    path = traced("pending")
+    watch, state = Watch(DEEP), init_state(DEEP)
+    position = jnp.array([4, 4, 0], jnp.int32)
+    watch.after_step("decode", dataclasses.replace(state, position=position, pending=jnp.array([1, 0, 0], jnp.int32)))
+    watch.after_step("decode", dataclasses.replace(state, position=position + 1))
+    (run,) = read_trace(path)
+    assert [(e.step, e.request, e.position) for e in run.entries] == [(0, 1, 4), (1, 0, 5), (1, 1, 5), (1, 2, 1)]
+
+
 # The file
 
 
@@ -159,9 +169,9 @@ def test_steps_that_one_run_lacks_part_the_runs_and_hide_nothing(tmp_path: Path)
 
 def test_layers_are_compared_in_the_model_s_order(tmp_path: Path) -> None:
     one = written(tmp_path / "one", BEGIN, entry(4, 1), entry(4, 0))
-    other = written(tmp_path / "other", BEGIN, entry(4, 1, keys=[0]), entry(4, 0, state=[0], values=[0]))
+    other = written(tmp_path / "other", BEGIN, entry(4, 0, keys=[0]), entry(4, 1, state=[0], values=[0]))
     place = compared(one, other).place
-    assert place is not None and (place.request, place.layer, place.array) == (0, 0, "state")
+    assert place is not None and (place.request, place.layer, place.array) == (1, 0, "state")
 
 
 def test_a_layer_is_named_by_its_place_in_the_model(tmp_path: Path) -> None:
