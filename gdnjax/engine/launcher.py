@@ -54,10 +54,10 @@ class Launcher:
     def __init__(self, params: Params, pool: StatePool):
         self.params, self.pool, config = params, pool, pool.config
         self.slate = new_slate(config)
-        self.row_buckets = row_buckets(config.max_requests)
+        self.row_buckets = row_buckets(pool.requests.most)
         self.token_buckets = token_buckets(config.prefill_tokens)
         self.score_rows = min(SCORE_ROWS, config.prefill_tokens)
-        self.pieces = min(PIECES, config.max_requests)
+        self.pieces = min(PIECES, pool.requests.most)
         self.flights: list[Flight | ScoreFlight] = []
         self._rows: dict[tuple[int, ...], jax.Array] = {}
 

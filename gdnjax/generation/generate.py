@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdnjax.config import Config
+from gdnjax.diagnosis.watch import Watch
 from gdnjax.generation.collect import Collector, GenerationResult, StreamCallback
 from gdnjax.generation.loop import (
     NOT_FINITE,
@@ -84,49 +85,52 @@ def generate(
     if not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop = {list(stop)!r}; it takes strings of at least one character")
     prompts = [request.prompt for request in requests]
-    working = working_config(config, prompts, limits)
-    state = init_state(working, [len(p) + n for p, n in zip(prompts, limits, strict=True)])
-    sampler = make_sampler([request.sampling for request in requests], working.max_requests)
-    decoding = make_decoding(state, sampler, limits, stop_ids, prompts)
-    collectors = [Collector(i, len(p), tokenizer, stop_ids, stop, callback) for i, p in enumerate(prompts)]
+    watch = Watch(working_config(config, prompts, limits))
+    collectors = {
+        watch.every * i: Collector(i, len(p), tokenizer, stop_ids, stop, callback) for i, p in enumerate(prompts)
+    }
+    prompts, limits = watch.spread(prompts, []), watch.spread(limits, 0)
+    samplings = watch.spread([request.sampling for request in requests], SamplingParams())
+    state = watch.begin(init_state(watch.config, [len(p) + n for p, n in zip(prompts, limits, strict=True)]))
+    decoding = make_decoding(state, make_sampler(samplings, watch.config.max_requests), limits, stop_ids, prompts)
 
-    state, logits = prefill_prompts(params, decoding.state, prompts)
+    state, logits = prefill_prompts(params, decoding.state, prompts, watch)
     decoding, first = jitted_emit(dataclasses.replace(decoding, state=state), logits)
     _collect(collectors, np.asarray(first.token), np.asarray(first.logprob))
 
-    if loop == "python" or stop or callback is not None:
-        _python(params, decoding, collectors)
+    if loop == "python" or stop or callback is not None or watch.on:
+        _python(params, decoding, collectors, watch)
     elif max(limits) > 1:
         # A power of two, so that another max_new_tokens rarely compiles another loop.
         _, emissions = device_loop(params, decoding, row_bucket(max(limits) - 1))
         tokens, values = np.asarray(emissions.token), np.asarray(emissions.logprob)
         for token, value in zip(tokens, values, strict=True):
             _collect(collectors, token, value)
-    return [collector.result(logprobs) for collector in collectors]
+    return [collector.result(logprobs) for collector in collectors.values()]
 
 
-def _python(params: Params, decoding: Decoding, collectors: list[Collector]) -> None:
-    driver = PythonLoop(params, decoding)
-    for row, collector in enumerate(collectors):
+def _python(params: Params, decoding: Decoding, collectors: Mapping[int, Collector], watch: Watch) -> None:
+    driver = PythonLoop(params, decoding, watch)
+    for row, collector in collectors.items():
         if collector.finish_reason is not None:
             driver.stop(row)
-    if all(collector.finish_reason is not None for collector in collectors):
+    if all(collector.finish_reason is not None for collector in collectors.values()):
         return
     for tokens, values in driver:
         for row in _collect(collectors, tokens, values):
             driver.stop(row)
 
 
-def _collect(collectors: list[Collector], tokens: np.ndarray, values: np.ndarray) -> list[int]:
-    """Hands a step's emissions to the collectors; returns the rows that ended."""
+def _collect(collectors: Mapping[int, Collector], tokens: np.ndarray, values: np.ndarray) -> list[int]:
+    """Hands a step's emissions to the collectors of their rows; returns the rows that ended."""
     ended = []
-    for row, collector in enumerate(collectors):
+    for index, (row, collector) in enumerate(collectors.items()):
         token = int(tokens[row])
         if token == NOTHING or collector.finish_reason is not None:
             continue
         if token == NOT_FINITE:
             raise NonFiniteLogitsError(
-                f"prompt {row}: the logits are NaN or infinite; check the weights, or load them with dtype='float32'"
+                f"prompt {index}: the logits are NaN or infinite; check the weights, or load them with dtype='float32'"
             )
         if not collector.push(token, float(values[row])):
             ended.append(row)
@@ -178,8 +182,10 @@ def working_config(config: Config, prompts: Sequence[Sequence[int]], limits: Seq
     return config.replace(max_requests=rows, max_length=length, kv_tokens=kv_tokens)
 
 
-def prefill_prompts(params: Params, state: State, prompts: Sequence[Sequence[int]]) -> tuple[State, jax.Array]:
-    """Runs all prompts in windows of at most `prefill_tokens` rows; request i takes prompt i.
+def prefill_prompts(
+    params: Params, state: State, prompts: Sequence[Sequence[int]], watch: Watch
+) -> tuple[State, jax.Array]:
+    """Runs all prompts in windows of at most `prefill_tokens` rows; request i takes prompt i, an empty one nothing.
 
     Returns:
         The state, and logits `[max_requests, V]` float32 of every prompt's last token.
@@ -189,6 +195,7 @@ def prefill_prompts(params: Params, state: State, prompts: Sequence[Sequence[int
     for pieces, complete in windows(prompts, config.prefill_tokens):
         batch = prefill_batch(config, pieces)
         new, state = jitted_prefill(params, state, Batch(batch.tokens, batch.request, batch.logits_rows))
+        watch.after_step("prefill", state)
         if logits is None:
             logits = new
         else:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gdnjax.diagnosis.watch import Watch
 from gdnjax.generation.sampling import Sampler, penalize, sample
 from gdnjax.model.step import decode_and_commit
 from gdnjax.state.batch import Batch
@@ -128,12 +129,13 @@ class PythonLoop:
     """The Python loop. Iterating yields each step's emission as numpy arrays, one step behind the device.
 
     `stop(row)` retires a row from outside (a stop string); the step that is already running may still
-    emit for it. `decoding` holds the current state; nothing else may donate it.
+    emit for it. `decoding` holds the current state; nothing else may donate it. `watch` sees it after every step.
     """
 
-    def __init__(self, params: Params, decoding: Decoding):
+    def __init__(self, params: Params, decoding: Decoding, watch: Watch | None = None):
         self.params = params
         self.decoding = decoding
+        self.watch = watch
         self._retired = np.zeros(decoding.token.shape[0], bool)
         self._changed = False
 
@@ -150,6 +152,8 @@ class PythonLoop:
                 self.decoding = dataclasses.replace(self.decoding, live=live)
                 self._changed = False
             self.decoding, emission = jitted_step(self.params, self.decoding)
+            if self.watch is not None:
+                self.watch.after_step("decode", self.decoding.state)
             if behind is not None:
                 # Waits for the step before, while the device already works on this one.
                 tokens, logprobs = np.asarray(behind.token), np.asarray(behind.logprob)
@@ -173,7 +177,10 @@ def make_decoding(
     stop_ids: tuple[int, ...],
     prompts: list[list[int]],
 ) -> Decoding:
-    """The decoding of `len(prompts)` requests in a state whose `max_requests` is the number of rows."""
+    """The decoding of `len(prompts)` requests in a state whose `max_requests` is the number of rows.
+
+    limits: tokens that each may emit; 0 is a row that takes no part.
+    """
     rows, vocab = state.config.max_requests, state.config.vocab_size
     used = len(prompts)
     limit = np.zeros(rows, np.int32)
@@ -190,7 +197,7 @@ def make_decoding(
     return Decoding(
         state=state,
         token=jnp.zeros(rows, jnp.int32),
-        live=jnp.asarray(np.arange(rows) < used),
+        live=jnp.asarray(limit > 0),
         emitted=jnp.zeros(rows, jnp.int32),
         limit=jnp.asarray(limit),
         stop_ids=jnp.asarray(stops),

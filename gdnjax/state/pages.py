@@ -55,16 +55,17 @@ class Growth:
 
 
 class Pages:
-    """Pages 1 to `count` of `size` tokens each. Page 0 is reserved and never handed out.
+    """`count` pages of `size` tokens each, numbered 1, 1 + `every`, ... Page 0 is reserved and never handed out.
 
     `reclaim(n)`, set by the prefix cache, gives up cached pages until n more are free.
     """
 
-    def __init__(self, count: int, size: int):
+    def __init__(self, count: int, size: int, every: int = 1):
         self.count, self.size = count, size
+        self._numbers = range(1, 1 + count * every, every)
         self.reclaim: Callable[[int], None] = lambda _: None
-        self._free = list(range(count, 0, -1))
-        self._references = [0] * (count + 1)
+        self._free = list(reversed(self._numbers))
+        self._references = [0] * (count * every + 1)
         self._cached: set[int] = set()
         self._idle = 0
         self._held: dict[int, Holding] = {}
@@ -265,10 +266,10 @@ class Pages:
         """Raises AssertionError where the bookkeeping contradicts itself."""
         found = Counter(page for holding in self._held.values() for page in holding.pages)
         found.update(self._cached)
-        for page in range(1, self.count + 1):
+        for page in self._numbers:
             assert found[page] == self._references[page], f"page {page}: {self._references[page]} references"
-        assert 0 not in found, "page 0 was handed out"
-        assert sorted(self._free) == [p for p in range(1, self.count + 1) if not found[p]], "free list"
+        assert found.keys() <= {*self._numbers}, "a page was handed out that is nobody's"
+        assert sorted(self._free) == [p for p in self._numbers if not found[p]], "free list"
         assert self._idle == sum(map(self._is_idle, self._cached)), "idle pages"
         assert self.available >= 0, f"{-self.available} more pages promised than there are"
         for request, holding in self._held.items():

@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from gdnjax.config import Config
+from gdnjax.diagnosis.watch import Watch
 from gdnjax.state import device as on_device
 from gdnjax.state.backend import Backend
 from gdnjax.state.pages import Growth, Pages
@@ -62,10 +63,12 @@ def _checked(method: Callable[Concatenate[StatePool, P], T]) -> Callable[Concate
     @functools.wraps(method)
     def wrapper(self: StatePool, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return method(self, *args, **kwargs)
+            out = method(self, *args, **kwargs)
         finally:
             if self.debug:
                 self.check()
+        self.watch.after_call(method.__name__, self._state)
+        return out
 
     return wrapper
 
@@ -81,6 +84,9 @@ def _undo(action: Callable[[], None]) -> Iterator[None]:
 
 class StatePool:
     """The live requests of one `State`.
+
+    With `GDNJAX_GUARD=1` the state, and with it `pool.config`, has guards between requests and between pages: see
+    `gdnjax.diagnosis.guard`. As many can be live as without.
 
     Args:
         config: sizes and limits.
@@ -103,14 +109,15 @@ class StatePool:
                 f"speculate = {config.speculate}, speculative_state = 'record', and no params; the pool takes the "
                 "weights that it replays records with"
             )
-        self.config = config
+        self.watch = Watch(config)
+        self.config = config = self.watch.config
         self._params = params
         self.debug = debug_level() > 0
-        self.requests = Requests(config)
-        self.pages = Pages(config.kv_pages, config.page_size)
+        self.requests = Requests(config, self.watch.every)
+        self.pages = Pages(config.kv_pages // self.watch.every, config.page_size, self.watch.every)
         places = on_device.snapshot_places(config)
         self.prefixes = PrefixCache(self.pages, places, config.prefix_interval)
-        self._state = init_state(config, lengths=(), device=device)
+        self._state = self.watch.begin(init_state(config, lengths=(), device=device))
         self._store = on_device.snapshot_store(config, places, device)
         # Most entries of the page table that one plan changes. A walk: pages begun, and a shared page a request. A
         # step: the pages that a request's rows lie in.
@@ -375,6 +382,12 @@ class StatePool:
         self.requests.ran(plans)
         if commits:
             self.requests.commit()
+        if plans and self.watch.on:
+            kinds = ", ".join("prefill" if plan.keep_in_place else self._step_kind for plan in plans)
+            if self.pending:  # current once committed
+                self.watch.after_call(kinds, self._state)
+            else:
+                self.watch.after_step(kinds, self._state, self.requests.names)
         return out
 
     @_checked
@@ -397,7 +410,10 @@ class StatePool:
             self._state = run_commit_verified(self.state, counts)
         elif not on_device:
             self._state = run_commit(self.state)
+        ran = self.pending
         self.requests.commit(accepted)
+        if ran and self.watch.on:
+            self.watch.after_step(self._step_kind, self._state, self.requests.names)
 
     @_checked
     def discard(self) -> None:
@@ -444,6 +460,10 @@ class StatePool:
         row = np.zeros(self.config.pages_per_request, np.int32)
         row[: len(pages)] = pages
         return row
+
+    @property
+    def _step_kind(self) -> str:
+        return "verify" if self.config.speculate else "decode"
 
     def _pages_of(self, request: int) -> tuple[int, ...]:
         # A plan may have taken a page more than the state fills.

@@ -74,11 +74,13 @@ class Plan:
 
 
 class Requests:
-    """Numbers 0 to `max_requests` - 1 and what is live under them. Every method changes all or nothing."""
+    """Numbers 0 to `max_requests` - 1, or every `every`-th of them, and what is live under them. Every method changes
+    all or nothing."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, every: int = 1):
         self.config = config
-        self._free = list(range(config.max_requests - 1, -1, -1))
+        self._numbers = range(0, config.max_requests, every)
+        self._free = list(reversed(self._numbers))
         self._live: dict[int, Live] = {}
         self._epochs = 0
         # By number, live or not: the device's vectors keep their last order too.
@@ -93,6 +95,16 @@ class Requests:
     def free(self) -> int:
         """How many more could be live."""
         return len(self._free)
+
+    @property
+    def most(self) -> int:
+        """How many can be live at once."""
+        return len(self._numbers)
+
+    @property
+    def names(self) -> dict[int, int]:
+        """Live request -> how many were admitted or restarted before it: unlike a number, never anybody else's."""
+        return {number: one.epoch - 1 for number, one in self._live.items()}
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -125,9 +137,7 @@ class Requests:
     def next(self) -> int:
         """The number that `admit` would give. Raises PoolFull if there is none."""
         if not self._free:
-            raise PoolFull(
-                f"all max_requests = {self.config.max_requests} requests are live; wait for one to end, or raise it"
-            )
+            raise PoolFull(f"all max_requests = {self.most} requests are live; wait for one to end, or raise it")
         return self._free[-1]
 
     def admit(self, request: int, limit: int, position: int) -> int:
@@ -240,7 +250,7 @@ class Requests:
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
         numbers = sorted([*self._live, *self._free])
-        assert numbers == list(range(self.config.max_requests)), f"numbers of requests: {numbers}"
+        assert numbers == list(self._numbers), f"numbers of requests: {numbers}"
         read, write = ([first_of_step(self.config, slot) for slot in slots] for slots in (self.read, self.write))
         assert write == self.write, "a step writes slots of one request"
         slots = read + write if self.config.state_layout == "twin" else read
