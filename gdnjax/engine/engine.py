@@ -27,8 +27,8 @@ from gdnjax.engine import scheduler
 from gdnjax.engine.handle import FinishReason, Handle, Piece
 from gdnjax.engine.launcher import Flight, Launcher, ScoreFlight
 from gdnjax.engine.submission import make_handle
+from gdnjax.generation.accept import NOT_FINITE
 from gdnjax.generation.generate import NonFiniteLogitsError
-from gdnjax.generation.loop import NOT_FINITE
 from gdnjax.generation.sampling import SamplingParams
 from gdnjax.model.step import BACKEND
 from gdnjax.sizes import derive_limits

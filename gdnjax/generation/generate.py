@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdnjax.config import Config
+from gdnjax.generation.accept import NOT_FINITE, NOTHING
 from gdnjax.generation.collect import Collector, GenerationResult, StreamCallback
 from gdnjax.generation.loop import (
-    NOT_FINITE,
-    NOTHING,
     Decoding,
     Loop,
     PythonLoop,

@@ -10,24 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdnjax.generation.sampling import Sampler, penalize, sample
+from gdnjax.generation.accept import NOTHING, Acceptance, accept
+from gdnjax.generation.sampling import Sampler
 from gdnjax.model.step import decode_and_commit
 from gdnjax.state.batch import Batch
 from gdnjax.state.pytree import State
 from gdnjax.weights.declaration import Params
 
 Loop = Literal["python", "device"]
-
-NOTHING = -1
-"""Emitted by a row that is padding or has finished."""
-NOT_FINITE = -2
-"""Emitted by a row whose logits are NaN or infinite; the host raises."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,28 +58,26 @@ class Emission:
     logprob: jax.Array
 
 
+D = TypeVar("D", bound=Decoding)
+
+
 def emit(decoding: Decoding, logits: jax.Array) -> tuple[Decoding, Emission]:
     """Samples from logits `[R, V]`, and retires rows that stop. Rows that are not live emit nothing."""
     d = decoding
-    raw = logits
-    if d.sampler.penalized:
-        assert d.in_prompt is not None and d.counts is not None
-        logits = penalize(logits, d.sampler, d.in_prompt, d.counts)
-    token = sample(logits, d.sampler, d.emitted)
-    chosen = jnp.take_along_axis(raw, token[:, None], axis=-1)[:, 0]
-    logprob = chosen - jax.nn.logsumexp(raw, axis=-1)
-    emitted = d.emitted + d.live
-    stopped = emitted >= d.limit
-    for column in range(d.stop_ids.shape[1]):  # few: unrolled they are no launch of their own, as `any` would be
-        stopped |= token == d.stop_ids[:, column]
-    finite = jnp.isfinite(logprob)
-    out = jnp.where(d.live, jnp.where(finite, token, NOT_FINITE), NOTHING)
-    counts = d.counts
-    if counts is not None:
-        counts = counts.at[jnp.arange(token.shape[0]), token].add(d.live.astype(jnp.int32))
-    token = jnp.where(d.live, token, d.token)
-    live = d.live & ~stopped & finite
-    return dataclasses.replace(d, token=token, live=live, emitted=emitted, counts=counts), Emission(out, logprob)
+    drafts, count = jnp.zeros((logits.shape[0], 0), jnp.int32), jnp.ones(logits.shape[0], jnp.int32)
+    a = accept(logits[:, None], drafts, count, d.sampler, d.live, d.emitted, d.limit, d.stop_ids, d.in_prompt, d.counts)
+    return advanced(d, a), Emission(a.token[:, 0], a.logprob[:, 0])
+
+
+def advanced(decoding: D, a: Acceptance) -> D:
+    """The decoding after a step that emitted `a`."""
+    return dataclasses.replace(
+        decoding,
+        token=jnp.where(decoding.live, a.last, decoding.token),
+        live=a.live,
+        emitted=decoding.emitted + a.accepted,
+        counts=a.counts,
+    )
 
 
 def step(params: Params, decoding: Decoding) -> tuple[Decoding, Emission]:

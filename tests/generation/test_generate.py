@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdnjax.generation import GenerationResult, NonFiniteLogitsError, Request, SamplingParams
+from gdnjax.generation.accept import NOTHING
 from gdnjax.generation.generate import check_requests, generate, windows, working_config
-from gdnjax.generation.loop import NOTHING, default_loop, emit, make_decoding
+from gdnjax.generation.loop import default_loop, emit, make_decoding
 from gdnjax.generation.sampling import make_sampler
 from gdnjax.lm import LanguageModel
 from gdnjax.state import init_state
