@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -118,16 +118,18 @@ def device_loop(params: Params, decoding: Decoding, steps: int) -> tuple[Decodin
     return decoding, emissions
 
 
-class PythonLoop:
+class PythonLoop(Generic[D]):
     """The Python loop. Iterating yields each step's emission as numpy arrays, one step behind the device.
 
     `stop(row)` retires a row from outside (a stop string); the step that is already running may still
-    emit for it. `decoding` holds the current state; nothing else may donate it.
+    emit for it. `decoding` holds the current state; nothing else may donate it. `step` is jitted, and emits for every
+    row one token or more while it is live.
     """
 
-    def __init__(self, params: Params, decoding: Decoding):
+    def __init__(self, params: Params, decoding: D, step: Callable[[Params, D], tuple[D, Emission]] = jitted_step):
         self.params = params
         self.decoding = decoding
+        self._step = step
         self._retired = np.zeros(decoding.token.shape[0], bool)
         self._changed = False
 
@@ -135,7 +137,7 @@ class PythonLoop:
         self._retired[row] = True
         self._changed = True
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def __iter__(self) -> Iterator[Emission]:
         remaining = int(jnp.max(self.decoding.limit - self.decoding.emitted))
         behind: Emission | None = None
         for _ in range(remaining):
@@ -143,16 +145,17 @@ class PythonLoop:
                 live = self.decoding.live & ~jnp.asarray(self._retired)
                 self.decoding = dataclasses.replace(self.decoding, live=live)
                 self._changed = False
-            self.decoding, emission = jitted_step(self.params, self.decoding)
+            self.decoding, emission = self._step(self.params, self.decoding)
             if behind is not None:
                 # Waits for the step before, while the device already works on this one.
-                tokens, logprobs = np.asarray(behind.token), np.asarray(behind.logprob)
-                yield tokens, logprobs
-                if np.all((tokens == NOTHING) | self._retired):
+                arrays = jax.tree.map(np.asarray, behind)
+                yield arrays
+                silent = (arrays.token == NOTHING).reshape(self._retired.size, -1).all(axis=1)
+                if np.all(silent | self._retired):
                     return
             behind = emission
         if behind is not None:
-            yield np.asarray(behind.token), np.asarray(behind.logprob)
+            yield jax.tree.map(np.asarray, behind)
 
 
 def default_loop(platform: str) -> Loop:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from gdnjax.generation import GenerationResult, NonFiniteLogitsError, Request, SamplingParams
 from gdnjax.generation.accept import NOTHING
-from gdnjax.generation.generate import check_requests, generate, windows, working_config
+from gdnjax.generation.generate import check_requests, generate, working_config
 from gdnjax.generation.loop import default_loop, emit, make_decoding
+from gdnjax.generation.prompts import windows
 from gdnjax.generation.sampling import make_sampler
 from gdnjax.lm import LanguageModel
 from gdnjax.state import init_state
@@ -233,7 +234,7 @@ def test_prompt_windows_give_the_same(size: int, monkeypatch: pytest.MonkeyPatch
         return windows(prompts, size)
 
     # `prefill_tokens` is part of what every program is compiled for; this compiles one prefill and no more
-    monkeypatch.setattr(sys.modules["gdnjax.generation.generate"], "windows", smaller)
+    monkeypatch.setattr(sys.modules["gdnjax.generation.prompts"], "windows", smaller)
     assert_same(run(small_model(), PROMPTS), baseline("greedy"))
     assert asked == [SMALL.prefill_tokens]
 
