@@ -2,12 +2,14 @@
 
 from gdnjax.state.batch import Batch, prefill_batch
 from gdnjax.state.pytree import State, cached_kv, commit, conv_window, init_state, recurrent_state, state_shapes
+from gdnjax.state.speculation import commit_verified
 
 __all__ = [
     "Batch",
     "State",
     "cached_kv",
     "commit",
+    "commit_verified",
     "conv_window",
     "init_state",
     "prefill_batch",

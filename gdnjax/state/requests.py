@@ -9,6 +9,7 @@ import numpy as np
 
 from gdnjax.config import Config
 from gdnjax.state.pages import NoRoom
+from gdnjax.state.pytree import first_slots
 
 
 class PoolError(RuntimeError):
@@ -75,9 +76,7 @@ class Requests:
         self._live: dict[int, Live] = {}
         self._epochs = 0
         # By number, live or not: the device's vectors keep their last order too.
-        twin = config.state_layout == "twin"
-        self.read = [1 + number for number in range(config.max_requests)]
-        self.write = [slot + (config.max_requests if twin else 0) for slot in self.read]
+        self.read, self.write = (slots.tolist() for slots in first_slots(config))
 
     @property
     def live(self) -> tuple[int, ...]:
