@@ -24,7 +24,7 @@ from gdnjax.generation.loop import Decoding, Emission, advanced
 from gdnjax.model.draft import fill_draft_kv
 from gdnjax.model.verify import verify_step
 from gdnjax.state.batch import VerifyBatch
-from gdnjax.state.record import commit_verified
+from gdnjax.state.speculation import commit_verified
 from gdnjax.weights.declaration import Params
 
 
