@@ -30,7 +30,7 @@ from gdnjax.engine.submission import make_handle
 from gdnjax.generation.accept import NOT_FINITE
 from gdnjax.generation.generate import NonFiniteLogitsError
 from gdnjax.generation.sampling import SamplingParams
-from gdnjax.model.step import BACKEND
+from gdnjax.model.backend import BACKEND
 from gdnjax.sizes import derive_limits
 from gdnjax.state.batch import check_ids
 from gdnjax.state.pages import NoRoom, OutOfPages
