@@ -373,7 +373,7 @@ class Engine:
                 self._finish(handle, "error")
 
     def _make_pool(self) -> None:
-        self.pool = StatePool(self.config, BACKEND)
+        self.pool = StatePool(self.config, BACKEND, params=self.lm.params)
         self._launcher = Launcher(self.lm.params, self.pool)
         self._lost = False
 

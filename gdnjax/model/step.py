@@ -42,8 +42,10 @@ from pallas_kernels.paged_attention.reference import apply_gate, paged_attention
 Qkv = jax.Array | Columns
 Convolve = Callable[[Qkv, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """(inputs `[R, C]`, weight, the layer's ring) -> outputs and the ring."""
-Rule = Callable[[int, jax.Array, Qkv, Qkv, Any, jax.Array], tuple[jax.Array, jax.Array]]
-"""(number of the GDN layer, convolved rows, a, b, (A_log, dt_bias), the layer's pool) -> outputs and the pool."""
+Gates = tuple[jax.Array, jax.Array]
+"""A_log and dt_bias, `[Hv]` float32."""
+Rule = Callable[[int, jax.Array, Qkv, Qkv, Gates, jax.Array], tuple[jax.Array, jax.Array]]
+"""(number of the GDN layer, convolved rows, a, b, gates, the layer's pool) -> outputs and the pool."""
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 """(the layer's `self_attn`, x `[R, H]`, its keys, its values) -> `[R, H]` and both caches."""
 
@@ -91,7 +93,7 @@ def decode_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Array
     def convolve(qkv: Qkv, weight: jax.Array, ring: jax.Array) -> tuple[jax.Array, jax.Array]:
         return causal_conv_decode(qkv, weight, ring, batch.request + 1, position, c.kernels)
 
-    def rule(_: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Any, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rule(_: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Gates, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
         return gated_delta_decode(qkv, a, b, *gates, pool, read_slot, write_slot, has_state, c.kernels)
 
     hidden, state = run_over_state(params, state, batch.tokens, convolve, rule, attend_from(c, position, *places))
@@ -238,7 +240,7 @@ def prefill_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Arra
     def convolve(qkv: Qkv, weight: jax.Array, ring: jax.Array) -> tuple[jax.Array, jax.Array]:
         return causal_conv_packed(qkv, weight, ring, segments, batch.request, c.kernels)
 
-    def rule(_: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Any, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rule(_: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Gates, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
         return gated_delta_prefill(qkv, a, b, *gates, pool, segments, c.kernels)
 
     def attend(p: Any, x: jax.Array, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -8,13 +8,12 @@ it reads, and the recurrent states that they went through are not current (`slot
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gdnjax.model.layers import head
-from gdnjax.model.step import Qkv, Rule, attend_from, kv_places, run_over_state
+from gdnjax.model.step import Gates, Qkv, Rule, attend_from, kv_places, run_over_state
 from gdnjax.state.batch import VerifyBatch
 from gdnjax.state.pytree import State
 from gdnjax.state.record import has_checkpoint
@@ -93,7 +92,7 @@ def _on_slots(state: State, owner: jax.Array, count: jax.Array, rows: int) -> Ru
     targets = jnp.where(t < count[:, None], state.write_slot[owner][:, None] + t, 0)
     has_state, kernels = state.position[owner] > 0, state.config.kernels
 
-    def rule(_: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Any, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rule(_: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Gates, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
         return gated_delta_pages(qkv, a, b, *gates, pool, source, targets, has_state, count, kernels)
 
     return rule
@@ -109,7 +108,7 @@ def _on_records(state: State, records: list[Record], request: jax.Array, count: 
     read, write = (jnp.where(request >= 0, slots[owner], 0) for slots in (state.read_slot, state.write_slot))
     has_state = has_checkpoint(state)[owner]
 
-    def rule(layer: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Any, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rule(layer: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Gates, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
         out, pool, records[layer] = gated_delta_verify(
             qkv, a, b, *gates, pool, records[layer], recorded, request, read, write, has_state, count, kernels
         )

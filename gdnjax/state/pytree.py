@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from gdnjax.config import Config
 from pallas_kernels.causal_conv.reference import ring_window
 from pallas_kernels.gated_delta_decode.qkv import QkvLayout
 from pallas_kernels.gated_delta_verify import Record, Recorded, record_shapes
+
+Slot = TypeVar("Slot", int, jax.Array)
 
 
 @jax.tree_util.register_dataclass
@@ -141,7 +143,7 @@ def first_slots(config: Config) -> tuple[np.ndarray, np.ndarray]:
     return read, read + np.int32(half)
 
 
-def first_of_step(config: Config, slot: jax.Array) -> jax.Array:
+def first_of_step(config: Config, slot: Slot) -> Slot:
     """The first of the `config.step_slots` slots that one step writes together, given any of them."""
     return slot if config.step_slots == 1 else slot - (slot - 1) % config.step_slots
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +15,20 @@ import numpy as np
 import pytest
 
 from gdnjax.config import Config
-from gdnjax.model import decode_step, verify_step
+from gdnjax.model import decode_step, prefill, verify_step
 from gdnjax.state import (
     State,
     cached_kv,
     commit_verified,
     conv_window,
+    prefill_batch,
     recurrent_state,
     state_shapes,
     verify_batch,
 )
 from gdnjax.state.device import discard
 from gdnjax.state.record import replay
-from gdnjax.weights.declaration import Params, init_params
+from gdnjax.weights.declaration import Params, abstract_params, init_params
 from tests.helpers import (
     KV,
     LAYOUTS,
@@ -131,7 +135,7 @@ class Event:
 
 @functools.cache
 def schedule() -> tuple[Event, ...]:
-    """Prompts of three requests, then steps over some of them with random drafts and acceptance, and prefills between."""
+    """Prompts of three requests, then steps of some of them with random drafts and acceptance, and prefills between."""
     rng = np.random.default_rng(7)
 
     def ids(count: int) -> list[int]:
@@ -273,9 +277,30 @@ def test_padding_stores_nothing() -> None:
             assert not np.any(pool[0])
 
 
+@pytest.mark.parametrize("design", [("twin", "record"), ("twin", "slots")], ids="-".join)
+def test_a_step_launches_one_kernel_of_the_rule_a_layer(design: tuple[str, str]) -> None:
+    config = config_of(design).replace(kernels="interpret", head_dim=16)  # the least that attention takes
+    kernels = {"record": "gated_delta_verify", "slots": "gated_delta_pages"}
+
+    def launched(traced: Any) -> dict[str, int]:
+        names = re.findall(r"\bname=(gated_delta_\w+|causal_conv_\w+|attention_\w+)", str(traced))
+        return dict(Counter(names))
+
+    shapes, state = abstract_params(config), state_shapes(config)
+    traced = jax.make_jaxpr(verify_step)(shapes, state, verify_batch(config, {0: [1]}, 1))
+    assert launched(traced) == {
+        "causal_conv_packed": 2, kernels[design[1]]: 2,
+        "attention_prologue": 1, "attention_segment": 1, "attention_combine": 1,
+    }  # fmt: skip
+    replays = launched(jax.make_jaxpr(prefill)(shapes, state, prefill_batch(config, {0: [1]}))).get(
+        "gated_delta_replay"
+    )
+    assert replays == (2 if config.records else None)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     config, batch = config_of(("twin", "record")), verify_batch(PLAIN.replace(speculate=4), {0: [1]}, 1)
-    shapes = jax.eval_shape(lambda: params())
+    shapes = abstract_params(config)
     with pytest.raises(ValueError, match="5 rows of a request with speculate = 3; it takes 1 to 4"):
         jax.eval_shape(verify_step, shapes, state_shapes(config), batch)
     with pytest.raises(ValueError, match="5 rows of a request with speculate = 0; it takes decode_step, or a config"):
