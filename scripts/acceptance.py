@@ -14,7 +14,6 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -61,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     found[Run(text, state_dtype, source, count)] = figures
                     compare(f"{text}, {state_dtype}, {source} {count}", results, plain)
     tables = "\n\n".join(table(found, text) for text in prompts)
-    note = f"{args.prompts} prompts each, {args.tokens} new tokens; {jax.devices()[0].device_kind}, JAX {jax.__version__}."
+    note = (
+        f"{args.prompts} prompts each, {args.tokens} new tokens; {jax.devices()[0].device_kind}, JAX {jax.__version__}."
+    )
     print(f"{tables}\n\n{note}")
     if args.card:
         card = checkpoints_dir() / "tiny" / "README.md"
@@ -124,7 +125,9 @@ def table(found: dict[Run, Figures], text: str) -> str:
     dtypes = list(dict.fromkeys(run.state_dtype for run in runs))
     keys = list(dict.fromkeys((run.source, run.count) for run in runs))
     lines = [
-        f"| {text} | " + " | ".join(f"{dtype} state: drafts accepted | tokens a step | tokens/s" for dtype in dtypes) + " |",
+        f"| {text} | "
+        + " | ".join(f"{dtype} state: drafts accepted | tokens a step | tokens/s" for dtype in dtypes)
+        + " |",
         "|---" * (1 + 3 * len(dtypes)) + "|",
     ]
     for source, count in keys:

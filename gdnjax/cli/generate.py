@@ -41,7 +41,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--ignore-stop-ids", action="store_true", help="never stop early at a stop id")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument("--speculate", type=int, metavar="K", help="most drafts a step, 0 to 7; the tokens are the same")
+    parser.add_argument(
+        "--speculate", type=int, metavar="K", help="most drafts a step, 0 to 7; the tokens are the same"
+    )
     parser.add_argument(
         "--drafts", choices=("mtp", "ngram"), help="of --speculate: the draft head's, or the text's own (mtp)"
     )
