@@ -34,7 +34,8 @@ def replay(params: Params, state: State, requests: jax.Array | None = None) -> S
     number = jnp.arange(c.max_requests, dtype=jnp.int32) if requests is None else requests
     owner = jnp.maximum(number, 0)
     lagging = (number >= 0) & (record.recorded.replayed[owner] > 0)
-    slot, has_state = jnp.where(lagging, state.read_slot[owner], 0), has_checkpoint(state)[owner]
+    # Whoever has recorded rows has a checkpoint, of zeros if no other rows came before them: that step stored it.
+    slot, has_state = jnp.where(lagging, state.read_slot[owner], 0), lagging
     recurrent = list(state.recurrent)
     for i, layer in enumerate(c.gdn_layers):
         p = params["model"]["layers"][layer]["linear_attn"]
@@ -47,10 +48,3 @@ def replay(params: Params, state: State, requests: jax.Array | None = None) -> S
     # The half that holds nothing now keeps its turn: the other one may hold the rows of a pending step.
     recorded = dataclasses.replace(record.recorded, live=live, advance=advance)
     return dataclasses.replace(state, recurrent=tuple(recurrent), record=dataclasses.replace(record, recorded=recorded))
-
-
-def has_checkpoint(state: State) -> jax.Array:
-    """`[max_requests]` bool, whether a request's current slot contains a token: what `gated_delta_verify` takes as
-    `has_state`."""
-    lag = 0 if state.record is None else state.record.recorded.replayed
-    return state.position - lag > 0
