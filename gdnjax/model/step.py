@@ -33,8 +33,7 @@ from pallas_kernels.attention_prologue.reference import rope_table
 from pallas_kernels.causal_conv import causal_conv_decode, causal_conv_packed
 from pallas_kernels.gated_delta_decode import gated_delta_decode
 from pallas_kernels.gated_delta_prefill import gated_delta_prefill
-from pallas_kernels.paged_attention import paged_attention_decode
-from pallas_kernels.paged_attention.reference import apply_gate, paged_attention_packed
+from pallas_kernels.paged_attention import paged_attention_decode, paged_attention_packed
 
 
 def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
@@ -204,8 +203,10 @@ def prefill_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Arra
             c.rms_norm_eps,
             implementation,
         )
-        out = paged_attention_packed(q, keys[layer], values[layer], state.page_table, segments, c.page_size)
-        return attention_output(p, apply_gate(out, gate))
+        gated = paged_attention_packed(
+            q, keys[layer], values[layer], state.page_table, segments, c.page_size, gate, implementation
+        )
+        return attention_output(p, gated)
 
     hidden, _ = run_layers(params, c, embed(params, batch.tokens), mix_gdn, mix_attention)
     state = dataclasses.replace(

@@ -20,8 +20,8 @@ from pallas_kernels.columns import Columns, value
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_delta_decode.reference import gates
 from pallas_kernels.gated_delta_prefill import gated_delta_prefill, kernel, shapes
-from pallas_kernels.gated_delta_prefill.products import pieces
 from pallas_kernels.gated_delta_prefill.reference import gated_delta_sequence, inverse_unit_lower
+from pallas_kernels.products import pieces
 from pallas_kernels.segments import CHUNK, Segments
 from tests.helpers import (
     DELTA_EXTREME,
