@@ -22,9 +22,9 @@ from pallas_kernels.triton_backend import Warps, device_kind, launch, load, stor
 
 TILE = 64
 """Queries of one program."""
-PIECE = 128
-"""Dimensions of a key that enter one product."""
-WARPS = Warps(wave64=4, wave32=8)
+PIECE = 64
+"""Dimensions of a head that are multiplied at a time: more take more registers than there are."""
+WARPS, NVIDIA_WARPS = Warps(wave64=4, wave32=16), Warps(wave64=4, wave32=4)
 
 
 def _packed(
@@ -47,16 +47,20 @@ def _packed(
     size = TILE // shared
     query = jax.lax.iota(jnp.int32, TILE)
     within, head = jax.lax.div(query, shared), group * shared + jax.lax.rem(query, shared)
-    columns = jax.lax.iota(jnp.int32, dim)[None, :]
     nowhere = q.shape[0]
+    width = min(PIECE, dim)
+    pieces = [pl.ds(first, width) for first in range(0, dim, width)]
 
-    def put(live: jax.Array, row: jax.Array, value: jax.Array) -> None:
-        place = jnp.where(live, row * heads + head, nowhere)
-        store(out.at[place[:, None], columns], value.astype(out.dtype), mask=live[:, None])
+    def put(live: jax.Array, row: jax.Array, piece: Any, value: jax.Array) -> None:
+        place = jnp.where(live, row * heads + head, nowhere)[:, None]
+        columns = (piece.start + jax.lax.iota(jnp.int32, width))[None, :]
+        store(out.at[place, columns], value.astype(out.dtype), mask=live[:, None])
 
     row = n * size + within
     inside = (within < size) & (row < owned.shape[0])
-    put(inside & (load(owned.at[row], mask=inside, other=1) == 0), row, jnp.zeros((TILE, dim), jnp.float32))
+    unowned = inside & (load(owned.at[row], mask=inside, other=1) == 0)
+    for piece in pieces:
+        put(unowned, row, piece, jnp.zeros((TILE, width), jnp.float32))
 
     start, count, segment, position = (chunks[n, column] for column in range(4))
 
@@ -68,10 +72,9 @@ def _packed(
         seen = position + within
         end = jnp.minimum(position + count, pages.shape[1] * page_size)
         dtype = jnp.promote_types(q.dtype, keys.dtype)
-        pieces = [pl.ds(first, min(PIECE, dim)) for first in range(0, dim, PIECE)]
 
-        def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            acc, peak, total = carry
+        def body(block: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            parts, peak, total = carry
             key = block * BLOCK + jax.lax.iota(jnp.int32, BLOCK)
             held = key < end
             if page_size % BLOCK == 0:
@@ -80,33 +83,42 @@ def _packed(
                 page = pages[segment, jax.lax.div(jnp.where(held, key, 0), page_size)]
             # Keys from the end on are read in a legal place, which may hold NaN: selected away.
             slot = page * page_size + jax.lax.rem(key, page_size)
-            v = values[slot, group, :].astype(dtype)
-            loaded = [keys[slot, group, columns].astype(dtype) for columns in pieces]
+
+            def read(cache: Any) -> list[jax.Array]:
+                return [cache[slot, group, piece].astype(dtype) for piece in pieces]
+
+            def held_of(x: jax.Array) -> jax.Array:
+                return jnp.where(held[:, None], x, jnp.zeros((), dtype))
+
+            k, v = read(keys), read(values)
             scores = jnp.zeros((TILE, BLOCK), jnp.float32)
-            for columns, k in zip(pieces, loaded, strict=True):
+            for piece, k_piece in zip(pieces, k, strict=True):
                 # block >= 0, which compilers don't know: to them the address changes.
                 again = place + jnp.minimum(block, 0) if read_again else place
-                scores += product(q[again, columns].astype(dtype), k, (COLUMNS, COLUMNS))
+                scores += product(q[again, piece].astype(dtype), held_of(k_piece), (COLUMNS, COLUMNS))
             visible = (key[None, :] <= seen[:, None]) & held[None, :]
             scores = jnp.where(visible, scores * (dim**-0.5 * LOG2E), DEAD)
             higher = jnp.maximum(peak, jnp.max(scores, axis=1))
             weights = jnp.exp2(scores - higher[:, None])
             shrink = jnp.exp2(peak - higher)
-            acc = acc * shrink[:, None]
-            v = jnp.where(held[:, None], v, jnp.zeros((), dtype))
-            for piece in operands(weights, dtype):
-                acc += product(piece, v, (COLUMNS, ROWS))
-            return acc, higher, total * shrink + jnp.sum(weights, axis=1)
+            split = operands(weights, dtype)
+            for number, v_piece in enumerate(v):
+                v_piece = held_of(v_piece)
+                part = parts[number] * shrink[:, None]
+                for x in split:
+                    part += product(x, v_piece, (COLUMNS, ROWS))
+                parts = (*parts[:number], part, *parts[number + 1 :])
+            return parts, higher, total * shrink + jnp.sum(weights, axis=1)
 
         empty = (
-            jnp.zeros((TILE, dim), jnp.float32),
+            (jnp.zeros((TILE, width), jnp.float32),) * len(pieces),
             jnp.full((TILE,), DEAD, jnp.float32),
             jnp.zeros((TILE,), jnp.float32),
         )
-        # Every row sees its request's first key, so that no total is 0.
-        acc, _, total = jax.lax.fori_loop(0, jax.lax.div(end + (BLOCK - 1), BLOCK), body, empty)
-        result = acc / total[:, None]
-        put(live, start + within, apply_gate(result, gate[0][place, :] if gate else None))
+        parts, _, total = jax.lax.fori_loop(0, jax.lax.div(end + (BLOCK - 1), BLOCK), body, empty)
+        scale = 1 / jnp.maximum(total, 1e-30)
+        for piece, part in zip(pieces, parts, strict=True):
+            put(live, start + within, piece, apply_gate(part * scale[:, None], gate[0][place, piece] if gate else None))
 
 
 def paged_attention_packed(
@@ -125,17 +137,16 @@ def paged_attention_packed(
     size = TILE * groups // heads
     chunks = chunk_table(segments, rows, size)
     flat = [array.reshape(rows * heads, dim) for array in (q, *([] if gate is None else [gate]))]
+    amd = device_kind().lower().startswith("gfx")
     # Keys as far as one can tell without the positions: each window its own.
     read = chunks.shape[0] * groups * rows
     (out,) = launch(
-        functools.partial(
-            _packed, heads=heads, page_size=page_size, read_again=device_kind().lower().startswith("gfx")
-        ),
+        functools.partial(_packed, heads=heads, page_size=page_size, read_again=amd),
         [chunks, owned_rows(segments, rows), flat[0], keys, values, page_table, *flat[1:]],
         name="attention_packed",
         grid=(groups, chunks.shape[0]),
         out_shape=[jax.ShapeDtypeStruct(flat[0].shape, jnp.float32 if gate is None else gate.dtype)],
-        warps=WARPS,
+        warps=WARPS if amd else NVIDIA_WARPS,
         cost=pl.CostEstimate(
             flops=4 * TILE * read * dim // 2,
             transcendentals=TILE * read // 2,
