@@ -104,8 +104,9 @@ def paged_attention_packed(
     ends = jnp.where(segments.length > 0, segments.position + segments.length, 0)
     check_values("paged_attention_packed", page_faults(page_size, keys.shape[0]), page_table, ends)
     unsupported = _unsupported(q, keys, page_size)
-    if unsupported is None and q.shape[1] > packed.TILE * keys.shape[1]:
-        unsupported = f"{q.shape[1]} heads over {keys.shape[1]} KV heads are more than {packed.TILE} a KV head"
+    most = packed.tile_for(q, keys).queries
+    if unsupported is None and q.shape[1] > most * keys.shape[1]:
+        unsupported = f"{q.shape[1]} heads over {keys.shape[1]} KV heads are more than {most} for each"
     chosen = choose("paged_attention_packed", implementation, unsupported)
     arguments = (q, keys, values, page_table, segments, page_size, gate)
     if chosen == "reference" or q.shape[0] == 0 or count == 0:

@@ -1,6 +1,6 @@
 """Paged attention for packed rows: one launch, a program a KV head and chunk of a request.
 
-A program takes `TILE` queries: all query heads of one KV head for as many rows as fit. It goes through the
+A program takes the queries of a `Tile`: all query heads of one KV head for as many rows as fit. It goes through the
 request's keys in blocks, from the first one up to its last row's own, with a running maximum and sum. How a
 request is cut is its own affair, and blocks behind a row's position leave it as it is, so that the row's bits
 depend on no other request.
@@ -8,6 +8,7 @@ depend on no other request.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,11 +21,23 @@ from pallas_kernels.products import COLUMNS, ROWS, operands, product
 from pallas_kernels.segments import Segments, chunk_table, owned_rows
 from pallas_kernels.triton_backend import Warps, device_kind, launch, load, store
 
-TILE = 64
-"""Queries of one program."""
-PIECE = 64
-"""Dimensions of a head that are multiplied at a time: more take more registers than there are."""
-WARPS, NVIDIA_WARPS = Warps(wave64=4, wave32=16), Warps(wave64=4, wave32=4)
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Queries of one program, and the dimensions of a head that are multiplied at a time. Set by what the
+    registers hold: see docs/amd.md."""
+
+    queries: int
+    piece: int
+    amd: Warps
+    nvidia: Warps
+
+
+def tile_for(q: jax.Array, keys: jax.Array) -> Tile:
+    """bfloat16 products run on matrix units. Float32 takes more registers and is no dtype for speed."""
+    if jnp.promote_types(q.dtype, keys.dtype) == jnp.float32:
+        return Tile(16, 32, Warps(wave64=4, wave32=16), Warps(wave64=4, wave32=8))
+    return Tile(64, 64, Warps(wave64=4, wave32=16), Warps(wave64=4, wave32=4))
 
 
 def _packed(
@@ -37,6 +50,7 @@ def _packed(
     *rest: Any,
     heads: int,
     page_size: int,
+    tile: Tile,
     read_again: bool,
 ) -> None:
     """q, gate and the output are `[R A, D]`, a row's heads one after the other."""
@@ -44,11 +58,11 @@ def _packed(
     group, n = pl.program_id(0), pl.program_id(1)
     groups, dim = keys.shape[1:]
     shared = heads // groups
-    size = TILE // shared
-    query = jax.lax.iota(jnp.int32, TILE)
+    size = tile.queries // shared
+    query = jax.lax.iota(jnp.int32, tile.queries)
     within, head = jax.lax.div(query, shared), group * shared + jax.lax.rem(query, shared)
     nowhere = q.shape[0]
-    width = min(PIECE, dim)
+    width = min(tile.piece, dim)
     pieces = [pl.ds(first, width) for first in range(0, dim, width)]
 
     def put(live: jax.Array, row: jax.Array, piece: Any, value: jax.Array) -> None:
@@ -60,7 +74,7 @@ def _packed(
     inside = (within < size) & (row < owned.shape[0])
     unowned = inside & (load(owned.at[row], mask=inside, other=1) == 0)
     for piece in pieces:
-        put(unowned, row, piece, jnp.zeros((TILE, width), jnp.float32))
+        put(unowned, row, piece, jnp.zeros((tile.queries, width), jnp.float32))
 
     start, count, segment, position = (chunks[n, column] for column in range(4))
 
@@ -91,7 +105,7 @@ def _packed(
                 return jnp.where(held[:, None], x, jnp.zeros((), dtype))
 
             k, v = read(keys), read(values)
-            scores = jnp.zeros((TILE, BLOCK), jnp.float32)
+            scores = jnp.zeros((tile.queries, BLOCK), jnp.float32)
             for piece, k_piece in zip(pieces, k, strict=True):
                 # block >= 0, which compilers don't know: to them the address changes.
                 again = place + jnp.minimum(block, 0) if read_again else place
@@ -111,9 +125,9 @@ def _packed(
             return parts, higher, total * shrink + jnp.sum(weights, axis=1)
 
         empty = (
-            (jnp.zeros((TILE, width), jnp.float32),) * len(pieces),
-            jnp.full((TILE,), DEAD, jnp.float32),
-            jnp.zeros((TILE,), jnp.float32),
+            (jnp.zeros((tile.queries, width), jnp.float32),) * len(pieces),
+            jnp.full((tile.queries,), DEAD, jnp.float32),
+            jnp.zeros((tile.queries,), jnp.float32),
         )
         parts, _, total = jax.lax.fori_loop(0, jax.lax.div(end + (BLOCK - 1), BLOCK), body, empty)
         scale = 1 / jnp.maximum(total, 1e-30)
@@ -131,25 +145,26 @@ def paged_attention_packed(
     gate: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
-    """See the reference; D and page_size must be powers of two, and at most `TILE` heads share a KV head."""
+    """See the reference; D and page_size must be powers of two. A KV head's query heads must fit into a `Tile`."""
     rows, heads, dim = q.shape
     groups = keys.shape[1]
-    size = TILE * groups // heads
+    tile = tile_for(q, keys)
+    size = tile.queries * groups // heads
     chunks = chunk_table(segments, rows, size)
     flat = [array.reshape(rows * heads, dim) for array in (q, *([] if gate is None else [gate]))]
     amd = device_kind().lower().startswith("gfx")
     # Keys as far as one can tell without the positions: each window its own.
     read = chunks.shape[0] * groups * rows
     (out,) = launch(
-        functools.partial(_packed, heads=heads, page_size=page_size, read_again=amd),
+        functools.partial(_packed, heads=heads, page_size=page_size, tile=tile, read_again=amd),
         [chunks, owned_rows(segments, rows), flat[0], keys, values, page_table, *flat[1:]],
         name="attention_packed",
         grid=(groups, chunks.shape[0]),
         out_shape=[jax.ShapeDtypeStruct(flat[0].shape, jnp.float32 if gate is None else gate.dtype)],
-        warps=WARPS if amd else NVIDIA_WARPS,
+        warps=tile.amd if amd else tile.nvidia,
         cost=pl.CostEstimate(
-            flops=4 * TILE * read * dim // 2,
-            transcendentals=TILE * read // 2,
+            flops=4 * tile.queries * read * dim // 2,
+            transcendentals=tile.queries * read // 2,
             bytes_accessed=read * dim * keys.dtype.itemsize + 3 * q.size * q.dtype.itemsize,
         ),
         interpret=interpret,
