@@ -19,7 +19,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged_attention import paged_attention_packed, shapes
 from pallas_kernels.segments import Segments
 from tests.helpers import assert_close, assert_rounded_once, assert_same_bits
-from tests.pallas_kernels.attention import ATTENTION, KERNEL, SPLIT, attention_float64, both, random_cache
+from tests.pallas_kernels.attention import ATTENTION, KERNEL, SPLIT, attention_float64, random_cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -35,7 +35,7 @@ def segments_of(start: Any, length: Any, position: Any) -> Segments:
     ("implementation", "dtype", "dim"),
     [("reference", "float32", 12), (KERNEL, "float32", 16), (KERNEL, "bfloat16", 16)],
 )
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=3, max_size=3).filter(any),
     before=st.lists(st.integers(0, 40), min_size=3, max_size=3),
@@ -111,16 +111,23 @@ def test_page_size_does_not_change_a_bit() -> None:
     assert_same_bits(*results)
 
 
-@both
-@pytest.mark.parametrize(("name", "dtype"), [("9B", "float32"), ("27B", "bfloat16"), ("397B", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype", "implementation"),
+    [
+        ("27B", "bfloat16", "reference"),
+        ("9B", "float32", KERNEL),
+        ("27B", "bfloat16", KERNEL),
+        ("397B", "bfloat16", KERNEL),
+    ],
+)
 def test_real_sizes(name: str, dtype: str, implementation: Implementation) -> None:
     """Against float64, in windows that go on at a position, with and without the gate."""
     (shape,) = (shape for shape in shapes.SHAPES if shape.name == name)
     lengths, position = [13, 2], 70
     key = jax.random.key(0, impl="unsafe_rbg")
     *arguments, gate = shapes.packed_arguments(shape, lengths, key, position, 64, dtype)
-    attend = functools.partial(packed, *arguments, page_size=64, implementation=implementation)
-    out, gated = attend(), attend(gate=gate)
+    attend = functools.partial(paged_attention_packed, page_size=64, implementation=implementation)
+    out, gated = jax.jit(lambda gate, *rest: (attend(*rest), attend(*rest, gate=gate)))(gate, *arguments)
     q, keys, values, pages, *_ = (np.asarray(x, np.float64) for x in arguments[:4])
     rows, exact = 0, []
     for r, length in enumerate(lengths):
