@@ -42,7 +42,8 @@ def prefill_with_head(
 def prefill_prompts(
     params: Params, state: State, prompts: Sequence[Sequence[int]], watch: Watch | None = None
 ) -> tuple[State, jax.Array, jax.Array | None]:
-    """Runs all prompts in windows of at most `prefill_tokens` rows; request i takes prompt i, an empty one nothing. `watch` sees every window.
+    """Runs all prompts in windows of at most `prefill_tokens` rows; request i takes prompt i, an empty one nothing.
+    `watch` sees every window.
 
     Returns:
         The state, and of every prompt's last token the logits `[max_requests, V]` float32 and, where the state has the
