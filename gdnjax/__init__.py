@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from gdnjax.generation import GenerationResult, SamplingParams
     from gdnjax.lm import LanguageModel
     from gdnjax.loading import ModelNotFoundError, load, random_model
-    from gdnjax.model import decode_step, forward, forward_with_intermediates, mtp_logits, prefill
-    from gdnjax.state import Batch, State, commit, init_state, prefill_batch
+    from gdnjax.model import decode_step, forward, forward_with_intermediates, mtp_logits, prefill, verify_step
+    from gdnjax.state import Batch, State, VerifyBatch, commit, commit_verified, init_state, prefill_batch, verify_batch
     from gdnjax.weights.declaration import Params, init_params
     from gdnjax.weights.files import CheckpointError
     from gdnjax.weights.packing import pack
@@ -39,11 +39,15 @@ _HOME = {
     "forward_with_intermediates": "gdnjax.model",
     "mtp_logits": "gdnjax.model",
     "prefill": "gdnjax.model",
+    "verify_step": "gdnjax.model",
     "Batch": "gdnjax.state",
     "State": "gdnjax.state",
+    "VerifyBatch": "gdnjax.state",
     "commit": "gdnjax.state",
+    "commit_verified": "gdnjax.state",
     "init_state": "gdnjax.state",
     "prefill_batch": "gdnjax.state",
+    "verify_batch": "gdnjax.state",
     "Params": "gdnjax.weights.declaration",
     "init_params": "gdnjax.weights.declaration",
     "CheckpointError": "gdnjax.weights.files",
@@ -62,7 +66,9 @@ __all__ = [
     "Params",
     "SamplingParams",
     "State",
+    "VerifyBatch",
     "commit",
+    "commit_verified",
     "decode_step",
     "encode_chat",
     "forward",
@@ -77,6 +83,8 @@ __all__ = [
     "prefill_batch",
     "random_model",
     "render_chat",
+    "verify_batch",
+    "verify_step",
 ]
 
 

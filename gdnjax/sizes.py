@@ -10,6 +10,7 @@ import numpy as np
 
 from gdnjax.config import Config
 from gdnjax.platform import device_memory
+from gdnjax.state.device import snapshot_bytes
 from gdnjax.state.pytree import state_shapes
 from gdnjax.weights.declaration import abstract_params
 
@@ -21,7 +22,8 @@ MOST_REQUESTS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a model costs, in bytes; `bytes_per_request` by state layout, without its KV tokens."""
+    """What a model costs, in bytes; `bytes_per_request` by state layout, without its KV tokens, with what the config's
+    `speculate` and `speculative_state` add."""
 
     parameters: int
     weight_bytes: int
@@ -48,7 +50,7 @@ def _request_bytes(config: Config, layout: str) -> int:
     # What one more request adds to the arrays: the reserved slot and row are there once.
     def total(requests: int) -> int:
         state = state_shapes(config.replace(state_layout=layout, max_requests=requests, kv_tokens=config.page_size))
-        return _bytes((state.recurrent, state.conv))
+        return _bytes((state.recurrent, state.conv, state.record and state.record.layers))
 
     return total(2) - total(1)
 
@@ -135,19 +137,19 @@ def _room(config: Config, memory: int) -> tuple[int, int, int]:
     """Bytes beside the weights and what is reserved; bytes of one more request, and of one more KV page."""
     costs = sizes(config)
     page = costs.bytes_per_kv_token * config.page_size
-    # Four int32 a request (its slots, position and pending tokens) and its row of the page table; for penalties, a
-    # bool and an int32 for every token that there is.
-    request = costs.bytes_per_request[config.state_layout] + 4 * (4 + config.pages_per_request) + 5 * config.vocab_size
+    # A few int32 a request (its slots, position and pending tokens; three for a record) and its row of the page table;
+    # for penalties, a bool and an int32 for every token that there is.
+    numbers = 4 + 3 * config.records + config.pages_per_request
+    request = costs.bytes_per_request[config.state_layout] + 4 * numbers + 5 * config.vocab_size
     # The reserved slot, ring row and page.
-    reserved = costs.bytes_per_request["in_place"] + page
+    reserved = snapshot_bytes(config) + page
     return memory - costs.weight_bytes - reserved, request, page
 
 
 def _index_limits(config: Config) -> tuple[int, int]:
     # What `Config` accepts: every layer's array under 2^31 elements.
     most = 2**31 - 1
-    slot = config.linear_num_value_heads * config.linear_value_head_dim * config.linear_key_head_dim
-    slots = most // slot - 1
-    requests = slots // 2 if config.state_layout == "twin" else slots
+    slots = most // config.slot_elements - 1
+    requests = min(slots // config.slots_per_request, most // config.request_elements - 1)
     pages = most // (config.page_size * config.num_key_value_heads * config.head_dim) - 1
     return min(requests, 65536), pages

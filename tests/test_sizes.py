@@ -75,24 +75,41 @@ def allocated(config: Config) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(init_state(config, []))) + penalties(config)
 
 
+SPECULATION = [{}, {"speculate": 3}, {"speculate": 3, "speculative_state": "slots"}]
+
+
+@pytest.mark.parametrize("speculation", SPECULATION, ids=["plain", "record", "slots"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_request_and_a_token_cost_what_is_said(layout: str) -> None:
-    config = SMALL.replace(state_layout=layout)
+def test_a_request_and_a_token_cost_what_is_said(layout: str, speculation: dict) -> None:
+    config = SMALL.replace(state_layout=layout, **speculation)
     costs = sizes(config)
     one, two = (allocated(config.replace(max_requests=n, kv_tokens=64)) for n in (1, 2))
-    # and four int32, a row of the page table, and the arrays of the penalties
-    assert two - one == costs.bytes_per_request[layout] + 4 * (4 + config.pages_per_request) + 5 * config.vocab_size
+    # and four int32 (seven with a record), a row of the page table, and the arrays of the penalties
+    numbers = 4 + 3 * config.records + config.pages_per_request
+    assert two - one == costs.bytes_per_request[layout] + 4 * numbers + 5 * config.vocab_size
     more = allocated(config.replace(max_requests=1, kv_tokens=128))
     assert more - one == 64 * costs.bytes_per_kv_token
     weights = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     assert costs.weight_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
 
 
+def test_a_record_is_a_fraction_of_the_slots_that_it_replaces() -> None:
+    config = from_preset("27b", speculate=3)
+    record, plain = sizes(config).bytes_per_request, sizes(config.replace(speculate=0)).bytes_per_request
+    slots = sizes(config.replace(speculative_state="slots")).bytes_per_request
+    columns = 48 * 3 * 10240 * 2
+    for layout, state in (("in_place", 144 * MIB), ("twin", 2 * 144 * MIB)):
+        # two halves of four rows: k, v, and a and b of every head, in bfloat16
+        assert record[layout] - plain[layout] - columns == 48 * 2 * 4 * (16 * 128 + 48 * 128 + 2 * 48) * 2
+        assert slots[layout] - plain[layout] - columns == 3 * state
+        assert 20 * (record[layout] - plain[layout]) <= slots[layout] - plain[layout]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("max_length", [1, 64, 100])
-@given(extra=st.integers(0, 2_000_000))
-def test_what_fits_fits_and_no_more_would(layout: str, max_length: int, extra: int) -> None:
-    config = SMALL.replace(state_layout=layout, max_length=max_length)
+@given(extra=st.integers(0, 2_000_000), speculation=st.sampled_from(SPECULATION))
+def test_what_fits_fits_and_no_more_would(layout: str, max_length: int, extra: int, speculation: dict) -> None:
+    config = SMALL.replace(state_layout=layout, max_length=max_length, **speculation)
     costs = sizes(config)
     with pytest.raises(ValueError) as error:
         fit(config, 0)
@@ -126,9 +143,10 @@ def test_the_least_memory_really_is() -> None:
 @pytest.mark.parametrize("gib", [80, 192, 1000, 10**6])
 @pytest.mark.parametrize("max_length", [64, 4096])
 def test_what_fits_is_what_a_config_takes(name: str, layout: str, gib: int, max_length: int) -> None:
-    config = from_preset(name).replace(state_layout=layout, max_length=max_length)
-    requests, tokens = fit(config, gib * 2**30)
-    config.replace(max_requests=requests, kv_tokens=tokens)  # raises where an array would pass 2^31 elements
+    for speculation in SPECULATION:
+        config = from_preset(name).replace(state_layout=layout, max_length=max_length, **speculation)
+        requests, tokens = fit(config, gib * 2**30)
+        config.replace(max_requests=requests, kv_tokens=tokens)  # raises where an array would pass 2^31 elements
 
 
 def test_without_attention_no_cache_grows() -> None:

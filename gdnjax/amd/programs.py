@@ -1,4 +1,4 @@
-"""The whole programs that are compiled: a decode step, a prefill, a decode loop; from shapes alone."""
+"""The whole programs that are compiled: a decode step, a prefill, a verify step, a decode loop; from shapes alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from gdnjax.config import Config, from_preset
 from gdnjax.generation.loop import Decoding, device_loop, jitted_step
 from gdnjax.generation.sampling import SamplingParams, make_sampler
-from gdnjax.model import prefill
-from gdnjax.state import Batch, state_shapes
-from gdnjax.weights.declaration import abstract_params
+from gdnjax.model import prefill, verify_step
+from gdnjax.state import Batch, State, VerifyBatch, commit_verified, state_shapes
+from gdnjax.weights.declaration import Params, abstract_params
 from gdnjax.weights.packing import pack
 
 LOOP_STEPS = 16
+DRAFTS = 3
 LOOP = "decode_loop"
 
 
@@ -26,6 +27,7 @@ class Program:
     """A jitted function with the shapes it is compiled for.
 
     * `rows`: rows of its batch.
+    * `state`: the state among its arguments.
     * `loop`: its work is one `while_loop`, of which one iteration is a step.
     """
 
@@ -33,6 +35,7 @@ class Program:
     arguments: tuple[Any, ...]
     static: dict[str, Any]
     rows: int
+    state: State
     loop: bool = False
 
 
@@ -67,30 +70,48 @@ def _decoding(config: Config) -> Decoding:
 
 def _decode_step(config: Config) -> Program:
     # What the Python loop calls once a token: the model's step, commit, and the choice of the next token.
-    return Program(jitted_step, (_params(config), _decoding(config)), {}, config.max_requests)
+    decoding = _decoding(config)
+    return Program(jitted_step, (_params(config), decoding), {}, config.max_requests, decoding.state)
 
 
 def _prefill(config: Config) -> Program:
     rows = config.prefill_tokens
     batch = Batch(_vector(rows), _vector(rows), _vector(config.max_requests))
-    function = jax.jit(prefill, donate_argnums=1)
-    return Program(function, (_params(config), state_shapes(config), batch), {}, rows)
+    function, state = jax.jit(prefill, donate_argnums=1), state_shapes(config)
+    return Program(function, (_params(config), state, batch), {}, rows, state)
+
+
+def _verify_and_commit(params: Params, state: State, batch: VerifyBatch, accepted: jax.Array) -> tuple[Any, State]:
+    logits, hidden, state = verify_step(params, state, batch)
+    # The commit comes last: merged with the step's reads of the same vectors, it could not run in place.
+    (logits, hidden), pending = jax.lax.optimization_barrier(((logits, hidden), state.pending))
+    return (logits, hidden), commit_verified(dataclasses.replace(state, pending=pending), accepted)
+
+
+def _verify_step(config: Config) -> Program:
+    # The model's step over the rows of three drafts, and commit: without drafting and without acceptance.
+    config, requests = config.replace(speculate=DRAFTS), _vector(config.max_requests)
+    tokens: Any = jax.ShapeDtypeStruct((config.max_requests, config.verify_rows), jnp.dtype(jnp.int32))
+    function = jax.jit(_verify_and_commit, donate_argnums=1, keep_unused=True)
+    state = state_shapes(config)
+    arguments = (_params(config), state, VerifyBatch(tokens, requests, requests), requests)
+    return Program(function, arguments, {}, tokens.size, state)
 
 
 def _decode_loop(config: Config) -> Program:
-    arguments = (_params(config), _decoding(config))
-    return Program(device_loop, arguments, {"steps": LOOP_STEPS}, config.max_requests, loop=True)
+    decoding = _decoding(config)
+    arguments, static = (_params(config), decoding), {"steps": LOOP_STEPS}
+    return Program(device_loop, arguments, static, config.max_requests, decoding.state, loop=True)
 
 
 PROGRAMS: dict[str, Callable[[Config], Program]] = {
     "decode_step": _decode_step,
     "prefill": _prefill,
+    "verify_step": _verify_step,
     LOOP: _decode_loop,
 }
 
 
-def state_sizes(config: Config) -> frozenset[int]:
+def state_sizes(state: State) -> frozenset[int]:
     """Element counts of a layer's pool, ring and KV cache."""
-    shapes = state_shapes(config)
-    arrays = (*shapes.recurrent, *shapes.conv, *shapes.keys, *shapes.values)
-    return frozenset(array.size for array in arrays)
+    return frozenset(array.size for array in (*state.recurrent, *state.conv, *state.keys, *state.values))

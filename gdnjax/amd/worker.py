@@ -80,7 +80,7 @@ def compile_program(job: Job, report: Report) -> None:
         "arch": job.arch,
         "rows": program.rows,
         "kernels_per_step": count,
-        "pool_copies": whole_array_writes(compiled.as_text(), state_sizes(config)).total(),
+        "pool_copies": whole_array_writes(compiled.as_text(), state_sizes(program.state)).total(),
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
     }

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from gdnjax.config.checks import PLATFORMS, ConfigError, check_types, require
 
 DType = Literal["float32", "bfloat16"]
+MOST_DRAFTS = 7
+"""Most drafts of a request in one step."""
 LayerType = Literal["linear_attention", "full_attention"]
 
 # Keys that name something this project knows of and does not do yet. A value that switches the
@@ -23,8 +25,6 @@ UNSUPPORTED = {
     "num_experts_per_tok": "mixture of experts",
     "moe_intermediate_size": "mixture of experts",
     "shared_expert_intermediate_size": "mixture of experts",
-    "speculate": "speculative decoding",
-    "speculative_state": "speculative decoding",
     "kv_dtype": "a KV cache of another dtype than the activations'",
     "quantization_config": "quantized weights",
 }
@@ -70,6 +70,9 @@ class Config:
     * `state_layout`: `in_place` (one recurrent slot a request) or `twin` (two: a decode step reads
       one and writes the other). Twin doubles the recurrent pool; the values are the same.
     * `draft_kv`: the state also has the keys and values of the draft head, beside those of the attention layers.
+    * `speculate`: most drafts of a request that one step verifies, 0 to 7; 0 is plain decoding.
+    * `speculative_state`: how a recurrent state gets back from drafts that were rejected: `record` (the slots that
+      `state_layout` gives it, and the inputs that rebuild the rest) or `slots` (1 + speculate slots instead of one).
     * `state_dtype`: dtype of the recurrent state. bfloat16 halves it and rounds it at every step.
     * `kernels`: `reference` (plain JAX), `pallas`, or `interpret` (kernels as plain JAX, for tests); None is
       `pallas` on a GPU and `reference` anywhere else. Sizes that a kernel cannot take run the reference.
@@ -112,6 +115,8 @@ class Config:
     prefill_tokens: int = 1024
     state_layout: Literal["in_place", "twin"] = "in_place"
     draft_kv: bool = False
+    speculate: int = 0
+    speculative_state: Literal["record", "slots"] = "record"
     state_dtype: DType = "float32"
     kernels: Literal["reference", "pallas", "interpret"] | None = None
     attention_pin: int = 4096
@@ -170,6 +175,17 @@ class Config:
         return 2 * self.key_channels + self.value_channels
 
     @property
+    def slot_elements(self) -> int:
+        """Numbers in a recurrent slot (Hv * dv * dk)."""
+        return self.value_channels * self.linear_key_head_dim
+
+    @property
+    def request_elements(self) -> int:
+        """Most numbers that a request has in an array other than the slots: in a ring, or in a part of a record."""
+        recorded = max(self.key_channels, self.value_channels, 2 * self.linear_num_value_heads)
+        return max(self.ring_columns * self.conv_channels, 2 * self.verify_rows * recorded * self.records)
+
+    @property
     def rotary_dim(self) -> int:
         """Leading dimensions of an attention head that rope turns."""
         return int(self.head_dim * self.partial_rotary_factor)
@@ -197,9 +213,34 @@ class Config:
         return self.kv_tokens // self.page_size
 
     @property
+    def verify_rows(self) -> int:
+        """Most rows of a request in one step (T): the token emitted last and the drafts behind it."""
+        return 1 + self.speculate
+
+    @property
+    def step_slots(self) -> int:
+        """Recurrent slots of a request that one step writes: one, or with `slots` one for each of its rows."""
+        return self.verify_rows if self.speculative_state == "slots" else 1
+
+    @property
     def slots(self) -> int:
-        """Recurrent slots a layer: one reserved, then one or two a request."""
-        return 1 + self.max_requests * (2 if self.state_layout == "twin" else 1)
+        """Recurrent slots a layer: one reserved, then those that a step writes once or (`twin`) twice a request."""
+        return 1 + self.max_requests * self.slots_per_request
+
+    @property
+    def slots_per_request(self) -> int:
+        """Recurrent slots of a request in one layer."""
+        return self.step_slots * (2 if self.state_layout == "twin" else 1)
+
+    @property
+    def ring_columns(self) -> int:
+        """Columns of a convolution ring (W): what a step reads before its rows, and its rows."""
+        return self.linear_conv_kernel_dim - 1 + self.verify_rows
+
+    @property
+    def records(self) -> bool:
+        """Whether requests have a record beside their slots."""
+        return self.speculate > 0 and self.speculative_state == "record"
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some keys changed, checked as a whole. Unknown keys raise `ConfigError`."""
@@ -216,8 +257,8 @@ class Config:
 
 
 SERVING_KEYS = frozenset(
-    """max_requests max_length kv_tokens page_size prefill_tokens state_layout draft_kv state_dtype kernels
-    attention_pin attention_segment memory_fraction prefix_cache_bytes prefix_interval""".split()
+    """max_requests max_length kv_tokens page_size prefill_tokens state_layout draft_kv speculate speculative_state
+    state_dtype kernels attention_pin attention_segment memory_fraction prefix_cache_bytes prefix_interval""".split()
 )
 
 
@@ -335,6 +376,18 @@ def _check_serving(c: Config) -> None:
         f"False for a model without a draft head (mtp_num_hidden_layers = {c.mtp_num_hidden_layers}); drafting takes a "
         "checkpoint with mtp.* tensors",
     )
+    require(
+        0 <= c.speculate <= MOST_DRAFTS,
+        "speculate",
+        c.speculate,
+        f"an integer from 0 (plain decoding) to {MOST_DRAFTS}, the most drafts of a step",
+    )
+    require(
+        c.speculate > 0 or c.speculative_state == "record",
+        "speculative_state",
+        c.speculative_state,
+        f"'record' with speculate = 0, which needs no slots for drafts; set speculate to 1 to {MOST_DRAFTS}",
+    )
     require(c.prefill_tokens >= 1, "prefill_tokens", c.prefill_tokens, "an integer >= 1")
     require(c.attention_segment >= 1, "attention_segment", c.attention_segment, "an integer >= 1")
     require(
@@ -355,7 +408,8 @@ def _check_serving(c: Config) -> None:
         )
     # Index arithmetic inside the kernels is 32 bit, so one array must stay under 2^31 elements.
     for name, size in (
-        ("max_requests", c.slots * c.linear_num_value_heads * c.linear_value_head_dim * c.linear_key_head_dim),
+        ("max_requests", c.slots * c.slot_elements),
+        ("max_requests", (1 + c.max_requests) * c.request_elements),
         ("kv_tokens", (1 + c.kv_pages) * c.page_size * c.num_key_value_heads * c.head_dim),
     ):
         require(

@@ -30,7 +30,7 @@ from gdnjax.engine.roster import Roster
 from gdnjax.engine.submission import make_handle
 from gdnjax.generation.generate import NonFiniteLogitsError
 from gdnjax.generation.sampling import SamplingParams
-from gdnjax.model.step import BACKEND
+from gdnjax.model.backend import BACKEND
 from gdnjax.sizes import derive_limits
 from gdnjax.state.batch import check_ids
 from gdnjax.state.pages import OutOfPages
@@ -324,7 +324,7 @@ class Engine:
                 self._finish(handle, "error")
 
     def _make_pool(self) -> None:
-        self.pool = StatePool(self.config, BACKEND)
+        self.pool = StatePool(self.config, BACKEND, params=self.lm.params)
         self._launcher = Launcher(self.lm.params, self.pool)
         self._lost = False
 

@@ -1,8 +1,9 @@
-"""The model as pure functions: full forward, prefill, decode step, drafts."""
+"""The model as pure functions: full forward, prefill, decode step, verify step, drafts."""
 
 from gdnjax.model.draft import draft, draft_prefill, fill_draft_kv, mtp_logits
 from gdnjax.model.forward import Intermediates, forward, forward_with_intermediates
 from gdnjax.model.step import decode_hidden, decode_step, prefill, prefill_hidden
+from gdnjax.model.verify import verify_step
 
 __all__ = [
     "Intermediates",
@@ -16,4 +17,5 @@ __all__ = [
     "mtp_logits",
     "prefill",
     "prefill_hidden",
+    "verify_step",
 ]

@@ -1,4 +1,5 @@
-"""The pure functions over the state: `prefill` and `decode_step`. (`commit` is in `gdnjax.state`.)
+"""The pure functions over the state: `prefill` and `decode_step`. (`commit` is in `gdnjax.state`, and `verify_step`,
+which takes the place of `decode_step` under speculation, in `gdnjax.model.verify`.)
 
 `prefill_hidden` and `decode_hidden` are the same without the head, for callers that also feed the draft head.
 
@@ -9,6 +10,7 @@ Both take packed weights (`gdnjax.weights.packing`) as well as params. Jit them 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,17 +26,28 @@ from gdnjax.model.layers import (
     head,
     run_layers,
 )
-from gdnjax.state.backend import Backend
 from gdnjax.state.batch import Batch, segments_of
 from gdnjax.state.pytree import State, commit
+from gdnjax.state.record import replay
 from gdnjax.weights.declaration import Params
 from pallas_kernels.attention_prologue import attention_prologue
 from pallas_kernels.attention_prologue.reference import rope_table
 from pallas_kernels.causal_conv import causal_conv_decode, causal_conv_packed
+from pallas_kernels.columns import Columns
 from pallas_kernels.gated_delta_decode import gated_delta_decode
 from pallas_kernels.gated_delta_prefill import gated_delta_prefill
 from pallas_kernels.paged_attention import paged_attention_decode
 from pallas_kernels.paged_attention.reference import apply_gate, paged_attention_packed
+
+Qkv = jax.Array | Columns
+Convolve = Callable[[Qkv, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""(inputs `[R, C]`, weight, the layer's ring) -> outputs and the ring."""
+Gates = tuple[jax.Array, jax.Array]
+"""A_log and dt_bias, `[Hv]` float32."""
+Rule = Callable[[int, jax.Array, Qkv, Qkv, Gates, jax.Array], tuple[jax.Array, jax.Array]]
+"""(number of the GDN layer, convolved rows, a, b, gates, the layer's pool) -> outputs and the pool."""
+Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+"""(the layer's `self_attn`, x `[R, H]`, its keys, its values) -> `[R, H]` and both caches."""
 
 
 def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
@@ -50,54 +63,43 @@ def decode_step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, 
 
     Returns:
         Logits `[R, V]` (or `[K, V]` with `logits_rows`) float32, and the state with the step pending.
+
+    Raises:
+        ValueError: a state of a config that speculates.
     """
     hidden, state = decode_hidden(params, state, batch)
     return head(params, _wanted(hidden, batch)), state
 
 
 def decode_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
-    """`decode_step` up to the head: the hidden after the final norm, `[R, H]` whatever `logits_rows`, and the state."""
+    """`decode_step` up to the head: the hidden after the final norm, `[R, H]` whatever `logits_rows`, and the state.
+
+    Raises: as `decode_step`.
+    """
     c = state.config
+    if c.speculate:
+        raise ValueError(
+            f"speculate = {c.speculate}: the state takes verify_step (one row of a request decodes it plainly); "
+            "set speculate to 0 for decode_step"
+        )
     live = batch.request >= 0
     request = jnp.maximum(batch.request, 0)
     position = jnp.where(live, state.position[request], 0)
     read_slot = jnp.where(live, state.read_slot[request], 0)
     write_slot = jnp.where(live, state.write_slot[request], 0)
-    pages = state.page_table[request]
-    page = jnp.take_along_axis(pages, (position // c.page_size)[:, None], axis=1)[:, 0]
-    slot = kv_slot(live, page, position, c.page_size)
-    length, has_state = jnp.where(live, position + 1, 0), position > 0
-    cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
-    implementation = c.kernels
-    recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
+    places = kv_places(state, live, request, position)
+    has_state = position > 0
 
-    def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        qkv, z, b, a = gdn_project(p, x, c)
-        qkv, conv[layer] = causal_conv_decode(
-            qkv, p["conv1d"]["weight"], conv[layer], batch.request + 1, position, implementation
-        )
-        out, recurrent[layer] = gated_delta_decode(
-            qkv, a, b, p["A_log"], p["dt_bias"], recurrent[layer], read_slot, write_slot, has_state, implementation
-        )
-        return gdn_output(p, out, z, c, implementation)
+    def convolve(qkv: Qkv, weight: jax.Array, ring: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return causal_conv_decode(qkv, weight, ring, batch.request + 1, position, c.kernels)
 
-    def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        y, keys[layer], values[layer] = attention_decode(
-            p, x, keys[layer], values[layer], cos, sin, slot, pages, length, c
-        )
-        return y
+    def rule(_: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Gates, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return gated_delta_decode(qkv, a, b, *gates, pool, read_slot, write_slot, has_state, c.kernels)
 
-    hidden, _ = run_layers(params, c, embed(params, batch.tokens), mix_gdn, mix_attention)
+    hidden, state = run_over_state(params, state, batch.tokens, convolve, rule, attend_from(c, position, *places))
     requests = jnp.arange(c.max_requests, dtype=jnp.int32)
-    state = dataclasses.replace(
-        state,
-        recurrent=tuple(recurrent),
-        conv=tuple(conv),
-        keys=tuple(keys),
-        values=tuple(values),
-        pending=jnp.any(batch.request == requests[:, None], axis=1).astype(jnp.int32),
-    )
-    return hidden, state
+    pending = jnp.any(batch.request == requests[:, None], axis=1).astype(jnp.int32)
+    return hidden, dataclasses.replace(state, pending=pending)
 
 
 def decode_and_commit(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
@@ -106,6 +108,56 @@ def decode_and_commit(params: Params, state: State, batch: Batch) -> tuple[jax.A
     # The commit comes last: merged with the step's reads of the same vectors, it could not run in place.
     logits, pending = jax.lax.optimization_barrier((logits, state.pending))
     return logits, commit(dataclasses.replace(state, pending=pending))
+
+
+def run_over_state(
+    params: Params, state: State, tokens: jax.Array, convolve: Convolve, rule: Rule, attend: Attend
+) -> tuple[jax.Array, State]:
+    """Rows through all layers over a state: what a step of any kind does, given how each kind of layer mixes.
+
+    Args:
+        tokens: `[R]`.
+
+    Returns:
+        The hidden after the final norm `[R, H]`, and the state with its pools, rings and caches updated.
+    """
+    c = state.config
+    recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
+
+    def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
+        qkv, z, b, a = gdn_project(p, x, c)
+        qkv, conv[layer] = convolve(qkv, p["conv1d"]["weight"], conv[layer])
+        out, recurrent[layer] = rule(layer, qkv, a, b, (p["A_log"], p["dt_bias"]), recurrent[layer])
+        return gdn_output(p, out, z, c, c.kernels)
+
+    def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:
+        y, keys[layer], values[layer] = attend(p, x, keys[layer], values[layer])
+        return y
+
+    hidden, _ = run_layers(params, c, embed(params, tokens), mix_gdn, mix_attention)
+    return hidden, dataclasses.replace(
+        state, recurrent=tuple(recurrent), conv=tuple(conv), keys=tuple(keys), values=tuple(values)
+    )
+
+
+def kv_places(
+    state: State, live: jax.Array, request: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What attention needs of rows `[R]` that are tokens of `request` at `position`, with their page tables: `slot`,
+    `pages` and `length` as `attention_decode` takes them."""
+    size, pages = state.config.page_size, state.page_table[request]
+    page = jnp.take_along_axis(pages, (position // size)[:, None], axis=1)[:, 0]
+    return kv_slot(live, page, position, size), pages, jnp.where(live, position + 1, 0)
+
+
+def attend_from(c: Config, position: jax.Array, slot: jax.Array, pages: jax.Array, length: jax.Array) -> Attend:
+    """Attention of rows over the pages of their requests: see `kv_places`."""
+    cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
+
+    def attend(p: Any, x: jax.Array, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return attention_decode(p, x, keys, values, cos, sin, slot, pages, length, c)
+
+    return attend
 
 
 def attention_decode(
@@ -153,7 +205,8 @@ def prefill(params: Params, state: State, batch: Batch) -> tuple[jax.Array, Stat
     """Any number of tokens of any requests, continuing from what each request's state contains.
 
     A walk over a prompt updates the request's current slot in place and is current at once, whatever
-    the layout; cutting it into windows gives the same state within rounding.
+    the layout; cutting it into windows gives the same state within rounding. What a request of the batch
+    has recorded is replayed first.
 
     Args:
         params: weights.
@@ -171,6 +224,11 @@ def prefill_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Arra
     """`prefill` up to the head: the hidden after the final norm, `[R, H]` whatever `logits_rows`, and the state."""
     c = state.config
     segments = segments_of(batch, state.position, state.read_slot)
+    if c.records:
+        # As many as can have a row in the batch, so that what is read for them does not grow with `max_requests`.
+        most = min(c.max_requests, batch.tokens.shape[0])
+        (walking,) = jnp.nonzero(segments.length > 0, size=most, fill_value=-1)
+        state = replay(params, state, walking.astype(jnp.int32))
     live = batch.request >= 0
     request = jnp.maximum(batch.request, 0)
     row = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
@@ -178,49 +236,24 @@ def prefill_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Arra
     page = state.page_table[request, jnp.clip(position // c.page_size, 0, c.pages_per_request - 1)]
     slot = kv_slot(live & (position < c.max_length), page, position, c.page_size)
     cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
-    implementation = c.kernels
-    recurrent, conv, keys, values = map(list, (state.recurrent, state.conv, state.keys, state.values))
 
-    def mix_gdn(p: Any, x: jax.Array, layer: int) -> jax.Array:
-        qkv, z, b, a = gdn_project(p, x, c)
-        qkv, conv[layer] = causal_conv_packed(
-            qkv, p["conv1d"]["weight"], conv[layer], segments, batch.request, implementation
-        )
-        out, recurrent[layer] = gated_delta_prefill(
-            qkv, a, b, p["A_log"], p["dt_bias"], recurrent[layer], segments, implementation
-        )
-        return gdn_output(p, out, z, c, implementation)
+    def convolve(qkv: Qkv, weight: jax.Array, ring: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return causal_conv_packed(qkv, weight, ring, segments, batch.request, c.kernels)
 
-    def mix_attention(p: Any, x: jax.Array, layer: int) -> jax.Array:
+    def rule(_: int, qkv: jax.Array, a: Qkv, b: Qkv, gates: Gates, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return gated_delta_prefill(qkv, a, b, *gates, pool, segments, c.kernels)
+
+    def attend(p: Any, x: jax.Array, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         norms = p["q_norm"]["weight"], p["k_norm"]["weight"]
-        q, gate, keys[layer], values[layer] = attention_prologue(
-            attention_project(p, x),
-            *norms,
-            cos,
-            sin,
-            slot,
-            keys[layer],
-            values[layer],
-            c.rms_norm_eps,
-            implementation,
+        projected = attention_project(p, x)
+        q, gate, keys, values = attention_prologue(
+            projected, *norms, cos, sin, slot, keys, values, c.rms_norm_eps, c.kernels
         )
-        out = paged_attention_packed(q, keys[layer], values[layer], state.page_table, segments, c.page_size)
-        return attention_output(p, apply_gate(out, gate))
+        out = paged_attention_packed(q, keys, values, state.page_table, segments, c.page_size)
+        return attention_output(p, apply_gate(out, gate)), keys, values
 
-    hidden, _ = run_layers(params, c, embed(params, batch.tokens), mix_gdn, mix_attention)
-    state = dataclasses.replace(
-        state,
-        recurrent=tuple(recurrent),
-        conv=tuple(conv),
-        keys=tuple(keys),
-        values=tuple(values),
-        position=state.position + segments.length,
-    )
-    return hidden, state
-
-
-BACKEND = Backend("gdnjax", prefill, decode_step)
-"""These functions, which take both layouts: what the pool and the engine step with unless told otherwise."""
+    hidden, state = run_over_state(params, state, batch.tokens, convolve, rule, attend)
+    return hidden, dataclasses.replace(state, position=state.position + segments.length)
 
 
 def kv_slot(live: jax.Array, page: jax.Array, position: jax.Array, page_size: int) -> jax.Array:

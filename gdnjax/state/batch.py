@@ -29,6 +29,21 @@ class Batch:
     logits_rows: jax.Array | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VerifyBatch:
+    """Candidate rows of one verify step, T for each of G requests.
+
+    * `tokens`: `[G, T]` int32: the token emitted last, which no state contains yet, then the drafts behind it.
+    * `request`: `[G]` int32, whose rows these are, no two the same; -1 is padding.
+    * `count`: `[G]` int32, live rows of each group; 0 is padding too.
+    """
+
+    tokens: jax.Array
+    request: jax.Array
+    count: jax.Array
+
+
 def row_bucket(rows: int, smallest: int = 16) -> int:
     """The next power of two from `smallest` up: few shapes, so few compilations."""
     return max(smallest, 1 << max(0, rows - 1).bit_length())
@@ -57,8 +72,7 @@ def prefill_batch(config: Config, pieces: Mapping[int, Sequence[int]], rows: int
     last = np.zeros(config.max_requests, np.int32)
     start = 0
     for number, ids in pieces.items():
-        if not 0 <= number < config.max_requests:
-            raise ValueError(f"request {number}; it takes 0 to max_requests - 1 = {config.max_requests - 1}")
+        _check_request(config, number)
         if len(ids) == 0:
             raise ValueError(f"request {number} has no tokens in this batch; leave it out")
         check_ids(ids, config.vocab_size)
@@ -67,6 +81,43 @@ def prefill_batch(config: Config, pieces: Mapping[int, Sequence[int]], rows: int
         start += len(ids)
         last[number] = start - 1
     return Batch(jnp.asarray(tokens), jnp.asarray(request), jnp.asarray(last))
+
+
+def verify_batch(
+    config: Config, pieces: Mapping[int, Sequence[int]], groups: int | None = None, rows: int | None = None
+) -> VerifyBatch:
+    """The candidate rows of some requests as one batch.
+
+    Args:
+        config: the state's config.
+        pieces: request number -> the token emitted last and its drafts.
+        groups: padding included; None is as many as pieces.
+        rows: T; None is the most that the config takes.
+
+    Raises:
+        ValueError: an unknown request, an id outside the vocabulary, too few groups, or no rows or too many.
+    """
+    groups, rows = len(pieces) if groups is None else groups, config.verify_rows if rows is None else rows
+    if len(pieces) > groups:
+        raise ValueError(f"{len(pieces)} requests in {groups} groups; raise groups or leave some out")
+    tokens, request, count = (
+        np.zeros((groups, rows), np.int32),
+        np.full(groups, -1, np.int32),
+        np.zeros(groups, np.int32),
+    )
+    for group, (number, ids) in enumerate(pieces.items()):
+        _check_request(config, number)
+        if not 1 <= len(ids) <= rows:
+            raise ValueError(f"request {number} has {len(ids)} candidate rows; it takes 1 to {rows}")
+        check_ids(ids, config.vocab_size)
+        tokens[group, : len(ids)] = ids
+        request[group], count[group] = number, len(ids)
+    return VerifyBatch(jnp.asarray(tokens), jnp.asarray(request), jnp.asarray(count))
+
+
+def _check_request(config: Config, number: int) -> None:
+    if not 0 <= number < config.max_requests:
+        raise ValueError(f"request {number}; it takes 0 to max_requests - 1 = {config.max_requests - 1}")
 
 
 def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> None:

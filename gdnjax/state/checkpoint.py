@@ -116,11 +116,13 @@ def _check_numbers(arrays: dict[str, Any], config: Config, directory: pathlib.Pa
     # Indices clamp on a device instead of failing, so a bad one would read another request's state.
     limits = {
         "read_slot": config.slots - 1,
-        "write_slot": config.slots - 1,
+        "write_slot": config.slots - config.step_slots,
         "position": config.pages_per_request * config.page_size,
         "pending": config.pages_per_request * config.page_size,
         "page_table": config.kv_pages,
     }
+    if config.records:
+        limits |= {"record.recorded.live": config.verify_rows, "record.recorded.parity": 1}
     for name, limit in limits.items():
         values = np.asarray(arrays[name])
         if values.min() < 0 or values.max() > limit:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gdnjax.config import Config
-from gdnjax.state.pytree import Records, State, state_shapes
+from gdnjax.state.pytree import Records, State, first_of_step, state_shapes
 
 PAGES_PER_COPY = 8
 """Pages that one call of `copy_pages`, `read_pages` or `write_pages` moves; unused places hold page 0."""
@@ -108,11 +108,12 @@ def fork(state: State, source: jax.Array, target: jax.Array, pages: jax.Array) -
 
 
 def clear(state: State, request: jax.Array) -> State:
-    """Zeroes both slots of a request and forgets its position, its pending step and its pages."""
-    zeros = lambda pool: jnp.zeros(pool.shape[1:], pool.dtype)  # noqa: E731
+    """Zeroes all slots of a request and forgets its position, its pending step, its record and its pages."""
+    zeros = lambda pool: jnp.zeros((state.config.step_slots, *pool.shape[1:]), pool.dtype)  # noqa: E731
     recurrent = state.recurrent
     for slot in (state.read_slot[request], state.write_slot[request]):
-        recurrent = tuple(jax.lax.dynamic_update_index_in_dim(p, zeros(p), slot, 0) for p in recurrent)
+        first = first_of_step(state.config, slot)
+        recurrent = tuple(jax.lax.dynamic_update_slice_in_dim(p, zeros(p), first, 0) for p in recurrent)
     return dataclasses.replace(
         state,
         recurrent=recurrent,

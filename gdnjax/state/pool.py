@@ -12,6 +12,12 @@ its two slots (one in the `in_place` layout), its ring row and its row of the pa
     pool.commit()                                                            # or pool.discard()
     pool.release(request)
 
+With `config.speculate` a step has up to 1 + speculate rows of each request, of which a commit may take fewer:
+
+    plan = pool.plan_verify({request: 4})
+    logits = pool.run(plan, lambda state: verify(params, state, batch))      # verify_step, and the state last
+    pool.commit({request: 2})
+
 Every call that fails leaves everything as it was. With `GDNJAX_DEBUG=1` in the environment the bookkeeping
 is checked after every call.
 """
@@ -31,16 +37,22 @@ from gdnjax.config import Config
 from gdnjax.state import device as on_device
 from gdnjax.state.backend import Backend
 from gdnjax.state.pages import Growth, Pages
+from gdnjax.state.pool_check import check_books, check_device
 from gdnjax.state.prefix_cache import NO_MATCH, PrefixCache
 from gdnjax.state.pytree import State, commit, init_state
+from gdnjax.state.record import replay
 from gdnjax.state.requests import Plan, PoolError, Requests
 from gdnjax.state.snapshot import Snapshot, check_fits, groups, kv_pieces, take
+from gdnjax.state.speculation import commit_verified
+from gdnjax.weights.declaration import Params
 from pallas_kernels.debug import debug_level
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 run_commit = jax.jit(commit, donate_argnames="state")
+run_commit_verified = jax.jit(commit_verified, donate_argnames="state")
+run_replay = jax.jit(replay, donate_argnames="state")
 
 
 def _checked(method: Callable[Concatenate[StatePool, P], T]) -> Callable[Concatenate[StatePool, P], T]:
@@ -71,15 +83,25 @@ class StatePool:
         config: sizes and limits.
         backend: what will step the state; None is this package's own, which takes both layouts.
         device: a device or sharding for all arrays; None is the default device.
+        params: weights, for a config whose requests have records: what is recorded is replayed before it is copied.
 
     Raises:
-        ConfigError: the backend cannot work on the config's `state_layout`.
+        ConfigError: the backend cannot work on the config's `state_layout`, or cannot speculate.
+        ValueError: no params, and records.
     """
 
-    def __init__(self, config: Config, backend: Backend | None = None, device: Any = None):
+    def __init__(
+        self, config: Config, backend: Backend | None = None, device: Any = None, params: Params | None = None
+    ):
         if backend is not None:
             backend.bind(config)
+        if config.records and params is None:
+            raise ValueError(
+                f"speculate = {config.speculate}, speculative_state = 'record', and no params; the pool takes the "
+                "weights that it replays records with"
+            )
         self.config = config
+        self._params = params
         self.debug = debug_level() > 0
         self.requests = Requests(config)
         self.pages = Pages(config.kv_pages, config.page_size)
@@ -87,8 +109,11 @@ class StatePool:
         self.prefixes = PrefixCache(self.pages, places, config.prefix_interval)
         self._state = init_state(config, lengths=(), device=device)
         self._store = on_device.snapshot_store(config, places, device)
-        # Most entries of the page table that one plan changes: pages begun, and a shared page a request.
-        self._entries = config.prefill_tokens // config.page_size + 2 * config.max_requests + 1
+        # Most entries of the page table that one plan changes. A walk: pages begun, and a shared page a request. A
+        # step: the pages that a request's rows lie in.
+        walk = config.prefill_tokens // config.page_size + 2 * config.max_requests + 1
+        step = config.max_requests * (1 + -(-config.speculate // config.page_size))
+        self._entries = max(walk, step)
 
     # What there is
 
@@ -200,11 +225,13 @@ class StatePool:
         shared = self.pages.fork(request, target, one.position, reserved)
         with _undo(lambda: self.pages.close(target)):
             row = self.table_row(shared)
+            self._replay(request)
             self._state = on_device.run_fork(self.state, np.int32(request), np.int32(target), row)
         return self.requests.admit(target, limit, one.position)
 
     # Snapshots
 
+    @_checked
     def snapshot(self, request: int) -> Snapshot:
         """A request's state as it is now, without a step that is not committed, fetched from the device.
 
@@ -214,6 +241,7 @@ class StatePool:
         one = self.requests.get_current(request)
         if one.position == 0:
             raise PoolError(f"request {request} has no tokens yet; there is nothing to keep")
+        self._replay(request)
         return take(self.state, request, one.position, self._pages_of(request))
 
     @_checked
@@ -240,7 +268,7 @@ class StatePool:
             self._state = on_device.run_place(
                 self.state,
                 np.int32(request),
-                snapshot.carried,
+                snapshot.carried_by(self.config),
                 np.int32(snapshot.position),
                 self.table_row(pages),
             )
@@ -273,6 +301,7 @@ class StatePool:
             return False
         key, place = entry
         with _undo(lambda: self.prefixes.remove(key)):
+            self._replay(request)
             self._store = on_device.run_store(self._store, self.state, np.int32(request), np.int32(place))
         return True
 
@@ -301,20 +330,35 @@ class StatePool:
         """Plans one token of each request. Errors as in `plan_walk`."""
         if len(set(requests)) != len(requests):
             raise ValueError(f"requests = {list(requests)}; a decode step takes each request once")
+        return self._plan_step(dict.fromkeys(requests, 1))
+
+    @_checked
+    def plan_verify(self, counts: Mapping[int, int]) -> Plan:
+        """Plans candidate rows of each request, the token emitted last and drafts: 1 to 1 + `speculate`.
+
+        Its pages reach behind the last draft, so a request that nears its limit takes fewer. Errors as in `plan_walk`.
+        """
+        most = self.config.verify_rows
+        wrong = {request: count for request, count in counts.items() if not 1 <= count <= most}
+        if wrong:
+            raise ValueError(f"counts = {wrong}; a step of a request takes 1 to {most} rows: 1 + speculate")
+        return self._plan_step(counts)
+
+    def _plan_step(self, counts: Mapping[int, int]) -> Plan:
         if self.pending:
             raise PoolError(f"the step of requests {list(self.pending)} is not committed; commit or discard it first")
-        plan = self.requests.plan(dict.fromkeys(requests, 1), keep_in_place=False)
+        plan = self.requests.plan(counts, keep_in_place=False)
         self._grow(self.pages.prepare(plan.writes))
         return plan
 
     @_checked
     def run(self, plans: Plan | Sequence[Plan], step: Callable[[State], tuple[T, State]], commits: bool = False) -> T:
-        """Runs a step that does what the plans say: a walk, a decode step, or one of each.
+        """Runs a step that does what the plans say: a walk, a decode or verify step, or one of each.
 
         Args:
             plans: plans that nothing has overtaken: no commit, reset or release of their requests since.
             step: takes the state, which it may donate, and returns something and the new state.
-            commits: whether the step also commits, on the device, its decode rows.
+            commits: whether the step also commits, on the device, all of its decode rows.
 
         Returns:
             What `step` returned beside the state. Nothing is fetched from the device.
@@ -331,14 +375,30 @@ class StatePool:
         return out
 
     @_checked
-    def commit(self) -> None:
-        """Makes the decode step that ran current: positions advance and twin slots change places."""
-        self._state = run_commit(self.state)
-        self.requests.commit()
+    def commit(self, accepted: Mapping[int, int] | None = None, on_device: bool = False) -> None:
+        """Makes the step that ran current: positions advance and twin slots change places.
+
+        Args:
+            accepted: of a verify step, how many rows of each of its requests count (see `commit_verified`); None is
+                all of them.
+            on_device: whether the step has committed itself, with these counts. Until this call nothing can be planned.
+
+        Raises:
+            ValueError: counts for other requests than the step's, or without speculation.
+        """
+        self.requests.check_accepted(accepted)
+        if not on_device and self.config.speculate:
+            counts = np.zeros(self.config.max_requests, np.int32)
+            for request in self.pending:
+                counts[request] = self.requests.get(request).pending if accepted is None else accepted[request]
+            self._state = run_commit_verified(self.state, counts)
+        elif not on_device:
+            self._state = run_commit(self.state)
+        self.requests.commit(accepted)
 
     @_checked
     def discard(self) -> None:
-        """Drops the decode step that ran: current slots are untouched, and it can be planned and run again.
+        """Drops the step that ran: current slots are untouched, and it can be planned and run again.
 
         Raises:
             PoolError: in the `in_place` layout, where the step has written over what it read.
@@ -366,6 +426,8 @@ class StatePool:
         self._state = on_device.run_copy_pages(self.state, group, group)
         self._write_table(np.full((self._entries, 3), -1, np.int32))
         self._state = on_device.run_clear(self.state, nobody)
+        if self.config.records:
+            self._state = run_replay(self._params, self.state, np.full(1, -1, np.int32))
 
     def close(self) -> None:
         """Frees the device's memory. The pool is of no use afterwards."""
@@ -383,6 +445,13 @@ class StatePool:
     def _pages_of(self, request: int) -> tuple[int, ...]:
         # A plan may have taken a page more than the state fills.
         return self.pages.held(request)[: self.pages.for_tokens(self.position(request))]
+
+    def _replay(self, request: int) -> None:
+        # Before the slot is copied. What a request is does not change, so no failure takes it back.
+        one = self.requests.get(request)
+        if one.lag:
+            self._state = run_replay(self._params, self.state, np.array([request], np.int32))
+            one.lag = 0
 
     def _grow(self, growth: Growth) -> None:
         if not growth.entries:
@@ -421,27 +490,11 @@ class StatePool:
 
         With `device` it waits for the device, and fetches the small vectors, slot 0 and ring row 0.
         """
-        self.requests.check()
-        assert set(self.pages.requests) == set(self.live), "requests with pages"
-        for request in self.live:
-            held, position = len(self.pages.held(request)), self.position(request)
-            assert held >= self.pages.for_tokens(position), f"request {request}: {held} pages, {position} tokens"
-        self.pages.check()
-        self.prefixes.check()
+        check_books(self.requests, self.pages, self.prefixes)
         if device:
-            self._check_device()
+            check_device(
+                self.state, self.requests, [self.table_row(self._held(r)) for r in range(self.config.max_requests)]
+            )
 
-    def _check_device(self) -> None:
-        state, rows = self.state, range(self.config.max_requests)
-        held = {r: self.table_row(self.pages.held(r) if r in self.live else ()) for r in rows}
-        for name, wanted in (
-            ("position", [self.position(r) if r in self.live else 0 for r in rows]),
-            ("pending", [int(r in self.pending) for r in rows]),
-            ("read_slot", self.requests.read),
-            ("write_slot", self.requests.write),
-            ("page_table", list(held.values())),
-        ):
-            found = np.asarray(getattr(state, name))
-            assert np.array_equal(found, wanted), f"{name}: {found.tolist()} on the device, {wanted} here"
-        for array in (*state.recurrent, *state.conv):
-            assert not np.any(np.asarray(array[0])), "slot 0 or ring row 0 was written"
+    def _held(self, request: int) -> Sequence[int]:
+        return self.pages.held(request) if request in self.live else ()

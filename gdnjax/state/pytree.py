@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,10 @@ import numpy as np
 
 from gdnjax.config import Config
 from pallas_kernels.causal_conv.reference import ring_window
-from pallas_kernels.gated_delta_verify import Record, Recorded
+from pallas_kernels.gated_delta_decode.qkv import QkvLayout
+from pallas_kernels.gated_delta_verify import Record, Recorded, record_shapes
+
+Slot = TypeVar("Slot", int, jax.Array)
 
 
 @jax.tree_util.register_dataclass
@@ -44,17 +47,17 @@ class State:
     """State of `config.max_requests` requests. Donate it to every step; never keep an old one.
 
     * `recurrent`: per GDN layer `[slots, Hv, dv, dk]`. Slot 0 is reserved: always zero, never written.
-    * `conv`: per GDN layer the ring `[max_requests + 1, W, C]`; request r owns row r + 1.
+    * `conv`: per GDN layer the ring `[max_requests + 1, W, C]`, W = `config.ring_columns`; request r owns row r + 1.
     * `keys`, `values`: per attention layer `[(1 + kv_pages) * page_size, G, D]`; page 0 is reserved. With
       `config.draft_kv` the draft head's come last, in the same pages: what moves pages moves them too.
-    * `read_slot`, `write_slot`: `[max_requests]`, the slot with the current state and the slot that the
-      next decode step writes. Equal in the `in_place` layout.
+    * `read_slot`, `write_slot`: `[max_requests]`, the slot with the current state and the first of the
+      `config.step_slots` slots that the next step writes. Equal in the `in_place` layout without `slots`.
     * `position`: `[max_requests]`, tokens that the current state contains. 0: the request has no state
       yet and reads as zero whatever its slot holds.
     * `pending`: `[max_requests]`, tokens of a step that has run and is not committed.
     * `page_table`: `[max_requests, pages_per_request]`, the KV pages of each request in order.
-    * `record`: of speculating requests; None without speculation. With it the current slot lags behind
-      `position` by the rows that are still to be replayed.
+    * `record`: with `config.records`, or None. With it a current slot lags behind `position` by the rows that are
+      still to be replayed.
     """
 
     recurrent: tuple[jax.Array, ...]
@@ -81,7 +84,7 @@ def state_shapes(config: Config) -> State:
 
     kv = struct(((1 + c.kv_pages) * c.page_size, c.num_key_value_heads, c.head_dim), activation)
     pool = struct((c.slots, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim), c.state_dtype)
-    ring = struct((requests + 1, c.linear_conv_kernel_dim, c.conv_channels), activation)
+    ring = struct((requests + 1, c.ring_columns, c.conv_channels), activation)
     vector = struct((requests,), jnp.int32)
     caches = len(c.attention_layers) + c.draft_kv
     return State(
@@ -95,7 +98,14 @@ def state_shapes(config: Config) -> State:
         pending=vector,
         page_table=struct((requests, c.pages_per_request), jnp.int32),
         config=c,
+        record=_records_shapes(c, vector) if c.records else None,
     )
+
+
+def _records_shapes(c: Config, vector: Any) -> Records:
+    layout = QkvLayout(c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+    layer = record_shapes(layout, c.max_requests, c.verify_rows, jnp.dtype(c.dtype))
+    return Records((layer,) * len(c.gdn_layers), Recorded(vector, vector, vector))
 
 
 def init_state(config: Config, lengths: Sequence[int] | None = None, device: Any = None) -> State:
@@ -112,18 +122,30 @@ def init_state(config: Config, lengths: Sequence[int] | None = None, device: Any
             the cache has.
     """
     table = _page_table(config, lengths)
-    twin = config.state_layout == "twin"
-    requests = np.arange(config.max_requests, dtype=np.int32)
-    # Each half lies dense: a step over all requests reads one run of memory and writes another.
-    read = 1 + requests
+    read, write = first_slots(config)
     # Each leaf is an array of its own: two donated leaves must not share one buffer.
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=device), state_shapes(config))
     return dataclasses.replace(
         zeros,
         read_slot=jax.device_put(read, device),
-        write_slot=jax.device_put(read + (config.max_requests if twin else 0), device),
+        write_slot=jax.device_put(write, device),
         page_table=jax.device_put(table, device),
     )
+
+
+def first_slots(config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """`read_slot` and `write_slot` before the first step, `[max_requests]` int32.
+
+    Each half lies dense: a step over all requests reads one run of memory and writes another.
+    """
+    read = 1 + config.step_slots * np.arange(config.max_requests, dtype=np.int32)
+    half = config.step_slots * config.max_requests if config.state_layout == "twin" else 0
+    return read, read + np.int32(half)
+
+
+def first_of_step(config: Config, slot: Slot) -> Slot:
+    """The first of the `config.step_slots` slots that one step writes together, given any of them."""
+    return slot if config.step_slots == 1 else slot - (slot - 1) % config.step_slots
 
 
 def _page_table(config: Config, lengths: Sequence[int] | None) -> np.ndarray:
@@ -158,36 +180,48 @@ def commit(state: State) -> State:
 
     Pure, and free of large copies: two small vectors are swapped. A commit with nothing pending changes
     nothing, so it is safe after a prefill, which updates the current slot and is current at once.
+
+    Raises:
+        ValueError: a state of a config that speculates.
     """
+    if state.config.speculate:
+        raise ValueError(
+            f"speculate = {state.config.speculate}: not every row of a verify step need count; "
+            "gdnjax.state.commit_verified takes how many do"
+        )
     return commit_counted(state, state.pending)
 
 
 def commit_counted(state: State, counted: jax.Array) -> State:
     """`commit` of a step of which not every token need count: `counted` of each request, `[max_requests]` int32,
-    0 where none ran."""
-    ran = state.pending > 0
+    from 1 where a step ran, and 0 where none did."""
+    ran, current = state.pending > 0, state.write_slot
+    if state.config.step_slots > 1:
+        current = current + counted - 1
     return dataclasses.replace(
         state,
-        read_slot=jnp.where(ran, state.write_slot, state.read_slot),
-        write_slot=jnp.where(ran, state.read_slot, state.write_slot),
+        read_slot=jnp.where(ran, current, state.read_slot),
+        write_slot=jnp.where(ran, first_of_step(state.config, state.read_slot), state.write_slot),
         position=state.position + counted,
         pending=jnp.zeros_like(state.pending),
     )
 
 
 def conv_window(state: State, layer: int, request: int) -> jax.Array:
-    """The last W inputs of a GDN layer's convolution, oldest first, `[C, W]` as Hugging Face keeps them.
+    """The last K inputs of a GDN layer's convolution (K its width), oldest first, `[C, K]` as Hugging Face keeps them.
 
-    `layer` counts GDN layers (0 is the first of them). Of a committed state: a step that is pending has
-    already written its input over the oldest column.
+    `layer` counts GDN layers (0 is the first of them). Of a committed state: a step that is pending may
+    have written an input over the oldest column.
     """
-    ring = state.conv[layer]
     row, position = jnp.asarray([request + 1]), state.position[request][None]
-    return ring_window(ring, row, position, ring.shape[1])[0].T
+    return ring_window(state.conv[layer], row, position, state.config.linear_conv_kernel_dim)[0].T
 
 
 def recurrent_state(state: State, layer: int, request: int) -> jax.Array:
-    """A request's current recurrent state in one GDN layer, `[Hv, dv, dk]`; zeros before its first token."""
+    """A request's current recurrent state in one GDN layer, `[Hv, dv, dk]`; zeros before its first token.
+
+    Of a request with rows to replay it is the checkpoint: see `gdnjax.state.record.replay`.
+    """
     current = state.recurrent[layer][state.read_slot[request]]
     return jnp.where(state.position[request] > 0, current, jnp.zeros((), current.dtype))
 

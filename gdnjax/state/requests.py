@@ -9,6 +9,7 @@ import numpy as np
 
 from gdnjax.config import Config
 from gdnjax.state.pages import NoRoom
+from gdnjax.state.pytree import first_of_step, first_slots
 
 
 class PoolError(RuntimeError):
@@ -21,12 +22,18 @@ class PoolFull(NoRoom):
 
 @dataclasses.dataclass
 class Live:
-    """One live request. `epoch` tells it from others that have had its number, and from itself before a reset."""
+    """One live request.
+
+    * `epoch` tells it from others that have had its number, and from itself before a reset.
+    * `pending`: rows of its step that has run and is neither committed nor discarded.
+    * `lag`: tokens of `position` that its record holds and its slot does not.
+    """
 
     epoch: int
     limit: int
     position: int = 0
-    pending: bool = False
+    pending: int = 0
+    lag: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +41,9 @@ class Plan:
     """Rows and slots of one step, chosen on the host; entry i belongs to `requests[i]`.
 
     * `counts`: tokens it takes. `positions`: position of the first of them.
-    * `read_slots`, `write_slots`: equal where the step updates in place.
+    * `read_slots`, `write_slots`: equal where the step updates in place; the first where it writes several.
     * `keep_in_place`: a walk (prefill, or a window of one): it updates the current slot and is current
-      once it has run. Otherwise a decode step, current once committed.
+      once it has run. Otherwise a decode or verify step, current once committed.
     """
 
     requests: tuple[int, ...]
@@ -75,9 +82,7 @@ class Requests:
         self._live: dict[int, Live] = {}
         self._epochs = 0
         # By number, live or not: the device's vectors keep their last order too.
-        twin = config.state_layout == "twin"
-        self.read = [1 + number for number in range(config.max_requests)]
-        self.write = [slot + (config.max_requests if twin else 0) for slot in self.read]
+        self.read, self.write = (slots.tolist() for slots in first_slots(config))
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -186,35 +191,60 @@ class Requests:
         for plan in plans:
             for request, position, epoch in zip(plan.requests, plan.positions, plan.epochs, strict=True):
                 one = self._live.get(request)
-                if one is None or (one.epoch, one.position, one.pending) != (epoch, position, False):
+                if one is None or (one.epoch, one.position, one.pending) != (epoch, position, 0):
                     raise PoolError(f"the plan is out of date for request {request}; plan again")
 
     def ran(self, plans: Sequence[Plan]) -> None:
         """The plans' step has run: walks are current, decode rows are pending."""
         for plan in plans:
             for request, count in zip(plan.requests, plan.counts, strict=True):
+                one = self._live[request]
                 if plan.keep_in_place:
-                    self._live[request].position += count
+                    one.position, one.lag = one.position + count, 0
                 else:
-                    self._live[request].pending = True
+                    one.pending = count
 
-    def commit(self) -> None:
-        """Pending rows become current: the position advances, the slots change places."""
+    def check_accepted(self, accepted: Mapping[int, int] | None) -> None:
+        """Refuses counts that `commit` cannot take.
+
+        Raises:
+            ValueError: counts without speculation, or for other requests than have a step pending.
+        """
+        if accepted is None:
+            return
+        if not self.config.speculate:
+            raise ValueError(f"accepted = {dict(accepted)} with speculate = 0; a plain step is committed as it is")
+        if set(accepted) != set(self.pending):
+            raise ValueError(
+                f"accepted = {dict(accepted)}; it takes a count for each request of the step: {sorted(self.pending)}"
+            )
+
+    def commit(self, accepted: Mapping[int, int] | None = None) -> None:
+        """Pending rows become current, all or as many as `accepted` says: the position advances, the slots change
+        places."""
+        several = self.config.step_slots > 1
         for request, one in self._live.items():
             if one.pending:
-                one.position, one.pending = one.position + 1, False
-                self.read[request], self.write[request] = self.write[request], self.read[request]
+                count = one.pending if accepted is None else max(1, min(accepted[request], one.pending))
+                one.position, one.pending = one.position + count, 0
+                one.lag = count if self.config.records else 0
+                free = first_of_step(self.config, self.read[request])
+                self.read[request] = self.write[request] + (count - 1 if several else 0)
+                self.write[request] = free
 
     def discard(self) -> None:
         """Pending rows are dropped."""
         for one in self._live.values():
-            one.pending = False
+            one.pending = 0
 
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
         numbers = sorted([*self._live, *self._free])
         assert numbers == list(range(self.config.max_requests)), f"numbers of requests: {numbers}"
-        slots = self.read + (self.write if self.config.state_layout == "twin" else [])
-        assert sorted(slots) == list(range(1, self.config.slots)), "each slot but 0 belongs to one request"
+        read, write = ([first_of_step(self.config, slot) for slot in slots] for slots in (self.read, self.write))
+        assert write == self.write, "a step writes slots of one request"
+        slots = read + write if self.config.state_layout == "twin" else read
+        owned = list(range(1, self.config.slots, self.config.step_slots))
+        assert sorted(slots) == owned, "each slot but 0 belongs to one request"
         for request, one in self._live.items():
             assert 0 <= one.position + one.pending <= one.limit, f"request {request}: position {one.position}"

@@ -29,7 +29,7 @@ SNAPSHOT_FORMAT_VERSION = 1
 _FOLDER = "state"
 
 # A request moves between pools of other sizes and layouts: only what its own arrays mean must be the same.
-_FREE = FREE | frozenset("max_requests max_length kv_tokens page_size state_layout".split())
+_FREE = FREE | frozenset("max_requests max_length kv_tokens page_size state_layout speculate speculative_state".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Snapshot:
     """A request's committed state, on the host.
 
     * `position`: tokens that it contains, at least one.
-    * `carried`: its recurrent state and rings.
+    * `carried`: its recurrent state, and its rings as wide as they are without speculation.
     * `keys`, `values`: per attention layer `[position, G, D]`.
     """
 
@@ -47,6 +47,23 @@ class Snapshot:
     keys: tuple[np.ndarray, ...]
     values: tuple[np.ndarray, ...]
 
+    def carried_by(self, config: Config) -> Carried:
+        """What a request of a pool of `config` carries in its place."""
+        return _with_rings(self.carried, self.position, config.ring_columns)
+
+
+def _with_rings(carried: Carried, position: int, columns: int) -> Carried:
+    """With rings of so many columns, in which the last inputs before `position` stand where they belong."""
+
+    def resized(ring: np.ndarray) -> np.ndarray:
+        kept = np.arange(max(0, position - min(columns, len(ring))), position)
+        new = np.zeros((columns, ring.shape[1]), ring.dtype)
+        new[kept % columns] = ring[kept % len(ring)]
+        return new
+
+    conv: Any = tuple(resized(np.asarray(ring)) for ring in carried.conv)
+    return dataclasses.replace(carried, conv=conv)
+
 
 def groups(pages: Sequence[int]) -> list[np.ndarray]:
     """Pages in groups of `PAGES_PER_COPY`, the last one filled up with page 0."""
@@ -55,13 +72,18 @@ def groups(pages: Sequence[int]) -> list[np.ndarray]:
 
 
 def take(state: State, request: int, position: int, pages: Sequence[int]) -> Snapshot:
-    """A request's state, fetched from the device. `pages`: those of its first `position` tokens, at least one."""
+    """A request's state, fetched from the device: with a record, replayed before.
+
+    pages: those of its first `position` tokens, at least one.
+    """
     pieces = [jax.device_get(run_read_pages(state, group)) for group in groups(pages)]
     keys, values = (
         tuple(np.concatenate(layers)[:position] for layers in zip(*(piece[which] for piece in pieces), strict=True))
         for which in (0, 1)
     )
-    return Snapshot(state.config, position, jax.device_get(run_carried(state, np.int32(request))), keys, values)
+    carried = jax.device_get(run_carried(state, np.int32(request)))
+    carried = _with_rings(carried, position, state.config.linear_conv_kernel_dim)
+    return Snapshot(state.config, position, carried, keys, values)
 
 
 def kv_pieces(
@@ -138,7 +160,7 @@ def _named(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _declared(config: Config, position: int) -> Arrays:
-    whole = state_shapes(config)
+    whole = state_shapes(config.replace(speculate=0, speculative_state="record"))
     lead = {"recurrent": (), "conv": (), "keys": (position,), "values": (position,)}
     return {
         f"{field}.{layer}": (np.dtype(s.dtype), (*first, *s.shape[1:]))

@@ -72,13 +72,16 @@ def test_findings_come_in_the_order_of_the_jobs(tmp_path: pathlib.Path, monkeypa
 def test_programs_have_the_shapes_of_a_served_model() -> None:
     config = serving_config("0.8b", 64)
     assert (config.max_requests, config.state_layout, config.kernels) == (64, "twin", "pallas")
-    rows = {name: build(config).rows for name, build in PROGRAMS.items()}
-    assert rows == {"decode_step": 64, "prefill": config.prefill_tokens, "decode_loop": 64}
-    assert state_sizes(config) == {
-        config.slots * 16 * 128 * 128,
-        65 * 4 * config.conv_channels,
-        (1 + config.kv_pages) * config.page_size * 2 * 256,
-    }
+    programs = {name: build(config) for name, build in PROGRAMS.items()}
+    rows = {name: program.rows for name, program in programs.items()}
+    assert rows == {"decode_step": 64, "prefill": config.prefill_tokens, "verify_step": 64 * 4, "decode_loop": 64}
+    for name, program in programs.items():
+        assert state_sizes(program.state) == {
+            config.slots * 16 * 128 * 128,
+            65 * (7 if name == "verify_step" else 4) * config.conv_channels,
+            (1 + config.kv_pages) * config.page_size * 2 * 256,
+        }
+    assert programs["verify_step"].state.config.records
 
 
 @pytest.mark.skipif(bool(missing()), reason="needs the extra `amd` and gcc")

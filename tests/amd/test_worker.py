@@ -18,6 +18,7 @@ from gdnjax.amd.lower import TritonKernel
 from gdnjax.amd.machine_code import MachineCode
 from gdnjax.amd.programs import serving_config, state_sizes
 from gdnjax.amd.targets import Target
+from gdnjax.state import state_shapes
 from tests.amd.stand_in import ARGUMENTS, scale_rows, too_large, twice
 
 GOOD = MachineCode(vgprs=72, spills=0, lds_bytes=0, occupancy=7, wide_loads=2, wide_stores=1)
@@ -101,7 +102,7 @@ class Compiled:
 def test_a_program_is_a_row_and_its_copies_a_failure(
     copies: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (elements, *_) = state_sizes(serving_config("tiny", 4))
+    (elements, *_) = state_sizes(state_shapes(serving_config("tiny", 4)))
     hlo = "".join(f"%c{i} = f32[{elements}]{{0}} copy(%pool)\n" for i in range(copies))
 
     def compiler(function: Any, arguments: tuple[Any, ...], static: dict[str, Any], target: Target) -> Compiled:

@@ -27,7 +27,9 @@ from gdnjax.config import (
     from_yaml,
     preset_names,
 )
+from gdnjax.config.schema import MOST_DRAFTS
 from gdnjax.weights.declaration import abstract_params
+from pallas_kernels.gated_delta_verify.record import MOST_ROWS
 from tests.helpers import GOLDENS
 
 GENERATION = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3, 5]}
@@ -140,6 +142,21 @@ def test_serving_sizes() -> None:
     assert c.replace(kv_tokens=64).kv_pages == 4
 
 
+def test_speculation_is_slots_or_records_and_wider_rings() -> None:
+    c = from_directory(GOLDENS / "dense_gva", max_requests=5)
+    assert (c.verify_rows, c.ring_columns, c.records) == (1, 4, False)
+    counts = {
+        (layout, state): c.replace(speculate=3, state_layout=layout, speculative_state=state).slots
+        for layout in ("in_place", "twin")
+        for state in ("record", "slots")
+    }
+    assert list(counts.values()) == [1 + 5, 1 + 5 * 4, 1 + 5 * 2, 1 + 5 * 2 * 4]
+    c = c.replace(speculate=7, platform_overrides={"cuda": {"speculative_state": "slots"}})
+    assert (c.verify_rows, c.ring_columns, c.records) == (8, 11, True)
+    assert (c.for_platform("cuda").step_slots, c.for_platform("cuda").records) == (8, False)
+    assert c.verify_rows == MOST_ROWS == 1 + MOST_DRAFTS
+
+
 def test_platform_overrides() -> None:
     c = from_directory(GOLDENS / "dense_gva")
     assert c.state_layout == "in_place"
@@ -197,7 +214,12 @@ def test_yaml(tmp_path: Path) -> None:
         (YAML + "hiden_size: 64", r"unknown key 'hiden_size' \(value 64\); known keys: .*hidden_size"),
         (YAML + "num_experts: 8", r"num_experts = 8: mixture of experts is not supported; remove the key"),
         (YAML + "kv_dtype: int8", r"kv_dtype = 'int8': a KV cache of another dtype"),
-        (YAML + "speculate: 3", r"speculate = 3: speculative decoding is not supported"),
+        (YAML + "speculate: 8", r"speculate = 8; it takes an integer from 0 \(plain decoding\) to 7, the most drafts"),
+        (YAML + "speculate: -1", r"speculate = -1; it takes an integer from 0 \(plain decoding\) to 7"),
+        (YAML + "speculate: true", r"speculate = True; it takes an integer"),
+        (YAML + "speculative_state: pages", r"speculative_state = 'pages'; it takes one of 'record', 'slots'"),
+        (YAML + "speculative_state: slots", r"speculative_state = 'slots'; it takes 'record' with speculate = 0.*to 7"),
+        (YAML + "speculate: 3\ndraft_kv: true", r"draft_kv = True; it takes False for a model without a draft head"),
         (YAML + "layer_types: []", r"full_attention_interval = 2 and layer_types; it takes one of them"),
         (YAML.replace("interval: 2", "interval: 0"), r"full_attention_interval = 0; it takes an integer >= 1"),
         (YAML.replace("interval: 2", "interval: x"), r"full_attention_interval = 'x'; it takes an integer >= 1"),
@@ -249,6 +271,18 @@ def test_one_array_stays_under_32_bit_indices() -> None:
     with pytest.raises(ConfigError, match=r"kv_tokens = \d+; it takes a value that keeps one layer's array under"):
         c.replace(kv_tokens=64 * 2**15)
     assert c.replace(kv_tokens=64 * (2**15 - 2)).kv_pages == 2**15 - 2
+    # Four slots a request, which is what a record of four rows spares.
+    drafts = {"speculate": 3, "speculative_state": "slots"}
+    assert c.replace(max_requests=2729, speculate=3).slots == 2730
+    assert c.replace(max_requests=682, **drafts).slots == 2729
+    with pytest.raises(ConfigError, match=r"max_requests = 683; it takes a value that keeps one layer's array under"):
+        c.replace(max_requests=683, **drafts)
+    # Where keys are short, rings and records are larger than states.
+    narrow = c.replace(linear_num_key_heads=48, linear_key_head_dim=1, linear_value_head_dim=4096, speculate=7)
+    assert narrow.request_elements == max(11 * (2 * 48 + 48 * 4096), 2 * 8 * 48 * 4096)
+    assert narrow.replace(max_requests=681)
+    with pytest.raises(ConfigError, match=r"max_requests = 682; it takes a value .* elements \(here 2,148,532,224\)"):
+        narrow.replace(max_requests=682)
 
 
 # What is refused

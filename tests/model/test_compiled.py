@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 from gdnjax.config import Config
-from gdnjax.model import decode_step, draft, fill_draft_kv, forward, forward_with_intermediates, prefill
+from gdnjax.model import decode_step, draft, fill_draft_kv, forward, forward_with_intermediates, prefill, verify_step
 from gdnjax.model.forward import sequence_attention
 from gdnjax.model.layers import embed, gdn_heads, gdn_output, gdn_project, head, run_layers
-from gdnjax.state import Batch, State, commit, init_state, prefill_batch, state_shapes
+from gdnjax.state import Batch, State, VerifyBatch, commit, init_state, prefill_batch, state_shapes
 from gdnjax.weights.declaration import abstract_params
 from gdnjax.weights.packing import pack
 from pallas_kernels.attention_prologue.reference import rope_table
@@ -124,6 +124,29 @@ def test_state_is_updated_in_place(program: str, layout: str) -> None:
 def test_packed_weights_change_nothing_of_that(program: str) -> None:
     config = config_of("twin")
     assert_in_place(compiled(program, config, packed=True), config)
+
+
+DESIGNS = [(layout, state) for layout in LAYOUTS for state in ("record", "slots")]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(("layout", "state"), DESIGNS)
+def test_verified_rows_update_the_state_in_place(layout: str, state: str) -> None:
+    def verified(requests: int) -> Any:
+        config = config_of(layout, requests, speculate=3, speculative_state=state)
+        tokens, vector = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((DECODE_ROWS, 4), (DECODE_ROWS,)))
+        jitted = jax.jit(verify_step, donate_argnames="state")
+        arguments = abstract_params(config), state_shapes(config), VerifyBatch(tokens, vector, vector)
+        return config, jitted.lower(*arguments).compile()
+
+    config, many = verified(500)  # no power of two, so that no size of a record is one of something else
+    assert_in_place(many, config)
+    records = jax.tree.leaves(state_shapes(config).record)
+    assert not {leaf.size for leaf in records if leaf.ndim > 1} & set(copied_sizes(many))
+    if layout == "twin":
+        # A few int32 numbers a request are all that may grow.
+        few = verified(60)[1].memory_analysis().temp_size_in_bytes
+        assert many.memory_analysis().temp_size_in_bytes - few <= 32 * (500 - 60)
 
 
 @pytest.mark.newest

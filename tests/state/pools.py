@@ -67,7 +67,7 @@ class Driver:
     def __init__(self, config: Config, pages: int | None = None, snapshots: int | None = None):
         """`pages`, `snapshots`: fewer than the config pays for, so that a test runs out of them."""
         self.config, self.params = config, micro_params()
-        self.pool = pool = StatePool(config)
+        self.pool = pool = StatePool(config, params=self.params)
         if pages is not None or snapshots is not None:
             pool.pages = Pages(config.kv_pages if pages is None else pages, config.page_size)
             places = pool.prefixes.places if snapshots is None else snapshots

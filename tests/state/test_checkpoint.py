@@ -63,7 +63,12 @@ def assert_same(found: State, wanted: State) -> None:
 @pytest.mark.newest
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"state_layout": "twin"}, {"dtype": "bfloat16", "state_dtype": "bfloat16", "kv_tokens": 20}],
+    [
+        {},
+        {"state_layout": "twin"},
+        {"dtype": "bfloat16", "state_dtype": "bfloat16", "kv_tokens": 20},
+        {"state_layout": "twin", "speculate": 2},
+    ],
 )
 def test_bits_come_back(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = TINY.replace(**changes)
@@ -106,6 +111,7 @@ def test_a_config_that_means_another_state(tmp_path: Path) -> None:
         {"max_requests": 3},
         {"max_length": 12},
         {"rms_norm_eps": 1e-5},
+        {"speculate": 2},
     ):
         (key, value), *_ = changes.items()
         with pytest.raises(CheckpointError, match=f"saved with {key} = .*, the config has {value!r}"):
@@ -130,6 +136,23 @@ def test_numbers_outside_the_limits(tmp_path: Path) -> None:
         array.reshape(-1)[-1] = limit
         save_state(tmp_path / field, dataclasses.replace(state, **{field: jnp.asarray(array)}))
         restore_state(tmp_path / field, TINY)
+
+
+def test_numbers_of_speculation_outside_the_limits(tmp_path: Path) -> None:
+    config = TINY.replace(speculate=2)
+    state = random_state(config)
+    assert state.record is not None
+    for field, limit in {"live": 3, "parity": 1}.items():
+        recorded = dataclasses.replace(state.record.recorded, **{field: jnp.asarray([0, limit + 1])})
+        record = dataclasses.replace(state.record, recorded=recorded)
+        save_state(tmp_path / field, dataclasses.replace(state, record=record))
+        with pytest.raises(CheckpointError, match=rf"record.recorded.{field} holds {limit + 1}; it takes 0 to {limit}"):
+            restore_state(tmp_path / field, config)
+    # A step writes three slots from `write_slot` on.
+    config = TINY.replace(speculate=2, speculative_state="slots")
+    save_state(tmp_path / "slots", dataclasses.replace(random_state(config), write_slot=jnp.asarray([1, 5])))
+    with pytest.raises(CheckpointError, match="write_slot holds 5; it takes 0 to 4"):
+        restore_state(tmp_path / "slots", config)
 
 
 def test_arrays_that_do_not_fit(tmp_path: Path) -> None:

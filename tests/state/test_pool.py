@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from gdnjax.config import ConfigError
-from gdnjax.model.step import BACKEND, decode_step, prefill
+from gdnjax.model import decode_step, prefill
+from gdnjax.model.backend import BACKEND
 from gdnjax.state import State
 from gdnjax.state import device as on_device
 from gdnjax.state.backend import Backend

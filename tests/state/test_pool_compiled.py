@@ -11,7 +11,8 @@ import pytest
 from gdnjax.config import Config
 from gdnjax.state import device as on_device
 from gdnjax.state import state_shapes
-from gdnjax.state.pool import StatePool, run_commit
+from gdnjax.state.pool import StatePool, run_commit, run_commit_verified, run_replay
+from gdnjax.weights.declaration import abstract_params
 from tests.model.test_compiled import config_of, copied_sizes, smallest_array, state_bytes
 from tests.state.pools import Driver, micro, tokens
 
@@ -65,6 +66,28 @@ def test_nothing_of_the_size_of_the_state_is_copied() -> None:
         elif name not in ("carried", "read_pages"):
             # `pending` is not read by a function that only writes it, so jit drops it from the arguments.
             assert memory.alias_size_in_bytes >= state_bytes(config) - 4 * 512, name
+
+
+@pytest.mark.parametrize("speculative", ["record", "slots"])
+def test_speculation_copies_nothing_of_that_size_either(speculative: str) -> None:
+    for requests in (8, 512):
+        config = config_of("twin", requests, speculate=3, speculative_state=speculative)
+        state, number, row = state_shapes(config), shapes(), shapes(config.pages_per_request)
+        params: Any = abstract_params(config)
+        calls = {
+            "commit": (run_commit_verified, (state, shapes(requests))),
+            "clear": (on_device.run_clear, (state, number)),
+            "fork": (on_device.run_fork, (state, number, number, row)),
+            "replay": (run_replay, (params, state, shapes(1))),
+        }
+        for name, (function, arguments) in calls.items():
+            program = function.lower(*arguments).compile()
+            memory = program.memory_analysis()
+            assert max(copied_sizes(program), default=0) < smallest_array(config), name
+            # What one request carries, the slots of one step, a few numbers a request.
+            most = (1 + config.verify_rows) * on_device.snapshot_bytes(config) + 16384 + 16 * requests
+            assert memory.temp_size_in_bytes < most, (name, memory.temp_size_in_bytes)
+            assert memory.alias_size_in_bytes >= state_bytes(config) - 4 * requests, name
 
 
 def test_one_compiled_shape_each() -> None:

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gdnjax.config import Config
-from gdnjax.state import State, commit, init_state, recurrent_state
+from gdnjax.config import Config, ConfigError
+from gdnjax.state import State, commit, commit_verified, init_state, recurrent_state
 from gdnjax.state.device import clear, fork
-from gdnjax.state.record import commit_verified, has_checkpoint, replay, start_speculation, stop_speculation
+from gdnjax.state.record import replay
+from gdnjax.state.speculation import start_speculation, stop_speculation
 from pallas_kernels.causal_conv.reference import ring_window
 from pallas_kernels.gated_delta_decode import gated_delta_decode
 from pallas_kernels.gated_delta_verify import gated_delta_verify
@@ -71,7 +72,7 @@ def verify(state: State, rows: tuple[jax.Array, ...], count: jax.Array) -> State
     for i in range(2):
         _, recurrent[i], layers[i] = gated_delta_verify(
             *(*rows, *weights(i), recurrent[i], layers[i], state.record.recorded, REQUEST),
-            *(state.read_slot, state.write_slot, has_checkpoint(state), count),
+            *(state.read_slot, state.write_slot, state.position > 0, count),
         )
     record = dataclasses.replace(state.record, layers=tuple(layers))
     return dataclasses.replace(state, recurrent=tuple(recurrent), record=record, pending=count)
@@ -92,7 +93,7 @@ def speculated(layout: str) -> tuple[State, State]:
     plain = init_state(serving(layout))
     # Unused slots may hold anything.
     plain = dataclasses.replace(plain, recurrent=tuple(p.at[1:].set(jnp.nan) for p in plain.recurrent))
-    state = start_speculation(plain, ROWS)
+    state = start_speculation(plain, ROWS - 1)
     for seed, count, accepted in ((1, [3, 2, 1], [2, 2, 1]), (2, [1, 3, 3], [1, 3, 9])):
         rows = candidates(seed)
         state = commit_verified(verify(state, rows, jnp.asarray(count)), jnp.asarray(accepted))
@@ -115,10 +116,16 @@ def test_without_speculation_nothing_is_there(layout: str) -> None:
     assert replay(params(), state) is state
     # per GDN layer a pool and a ring, keys and values of one attention layer, five tables
     assert len(jax.tree.leaves(state)) == 2 * 2 + 2 + 5
-    with pytest.raises(ValueError, match="the state has no records; start_speculation gives it some"):
+    with pytest.raises(ValueError, match=r"speculate = 0: the state takes plain steps, which .*commit makes current"):
         commit_verified(state, state.position)
-    with pytest.raises(ValueError, match="rows = 9; a record takes 1 to 8"):
-        start_speculation(state, 9)
+    with pytest.raises(ConfigError, match="speculate = 8; it takes an integer from 0"):
+        start_speculation(state, 8)
+    speculating = start_speculation(state, 2)
+    assert jax.tree.structure(speculating) == jax.tree.structure(init_state(serving(layout).replace(speculate=2)))
+    with pytest.raises(ValueError, match="speculate = 2: not every row of a verify step need count"):
+        commit(speculating)
+    with pytest.raises(ValueError, match="speculates already, speculate = 2; stop_speculation first"):
+        start_speculation(speculating, 3)
 
 
 @layouts
@@ -132,7 +139,7 @@ def test_a_replay_gives_what_decoding_gives(layout: str) -> None:
         assert_same_bits(behind, recurrent_state(plain, 0, 1))
 
     # One request alone: the others' checkpoints and records stay.
-    some = replay(params(), state, jnp.asarray([False, True, False]))
+    some = replay(params(), state, jnp.asarray([-1, 1]))
     assert some.record is not None
     assert some.record.recorded.replayed.tolist() == [1, 0, 3]
     assert_same_states(some, plain, [1])
@@ -144,7 +151,6 @@ def test_a_replay_gives_what_decoding_gives(layout: str) -> None:
     # All of them; a second time changes nothing.
     once = jax.jit(replay)(params(), some)
     assert_same_states(once, plain)
-    assert has_checkpoint(once).all()
     for one, other in zip(*map(jax.tree.leaves, (replay(params(), once), once)), strict=True):
         assert_same_bits(one, other)
 
@@ -188,7 +194,7 @@ def test_rings_grow_and_shrink_around_their_windows(position: int) -> None:
     filled = tuple(jax.random.normal(jax.random.key(i), ring.shape) for i, ring in enumerate(state.conv))
     state = dataclasses.replace(state, conv=filled, position=jnp.full(3, position))
     before = host_copy([ring_window(ring, REQUEST + 1, state.position, 4) for ring in state.conv])
-    wide = start_speculation(state, ROWS)
+    wide = start_speculation(state, ROWS - 1)
     assert {ring.shape[1] for ring in wide.conv} == {3 + ROWS}
     narrow = stop_speculation(params(), wide)
     for rings in (wide.conv, narrow.conv):
