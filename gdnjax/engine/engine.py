@@ -28,6 +28,7 @@ from gdnjax.engine.launcher import Flight, Launcher, ScoreFlight
 from gdnjax.engine.receiver import Receiver
 from gdnjax.engine.roster import Roster
 from gdnjax.engine.submission import make_handle
+from gdnjax.generation.accept import NOT_FINITE
 from gdnjax.generation.generate import NonFiniteLogitsError
 from gdnjax.generation.sampling import SamplingParams
 from gdnjax.model.backend import BACKEND

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdnjax.config import Config
-from gdnjax.generation.loop import NOT_FINITE, NOTHING, Emission
+from gdnjax.generation.accept import NOT_FINITE, NOTHING
+from gdnjax.generation.loop import Emission
 from gdnjax.generation.sampling import Sampler, SamplingParams, penalize, sample
 from gdnjax.model.step import decode_and_commit, prefill
 from gdnjax.state.batch import Batch

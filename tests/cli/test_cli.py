@@ -25,6 +25,7 @@ from gdnjax.state import init_state
 from tests.generation.small import PROMPTS, SMALL, VOCAB, byte_tokenizer, run, small_model
 
 GENERATE_KEYS = {"tokens", "text", "finish_reason", "prompt_tokens", "seconds", "tokens_per_second"}
+GENERATE_KEYS |= {"steps", "drafted", "accepted", "tokens_per_step"}
 INFO_KEYS = {"parameters", "weight_bytes", "bytes_per_request", "bytes_per_kv_token", "max_requests", "kv_tokens"}
 
 Capture = pytest.CaptureFixture[str]

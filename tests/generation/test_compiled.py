@@ -117,7 +117,7 @@ def test_temporaries_do_not_grow_with_the_pools(layout: str) -> None:
 
 
 def compilations() -> dict[str, int]:
-    from gdnjax.generation.generate import jitted_prefill
+    from gdnjax.generation.prompts import jitted_prefill
 
     functions = {"step": jitted_step, "loop": device_loop, "emit": jitted_emit, "prefill": jitted_prefill}
     return {name: function._cache_size() for name, function in functions.items()}
@@ -159,8 +159,8 @@ def test_memory_is_flat_over_a_thousand_steps(layout: str) -> None:
     driver = PythonLoop(params, decoding)
     del decoding
     held, programs = {}, {}
-    for number, (tokens, values) in enumerate(driver, start=1):
-        assert (tokens >= 0).all() and np.isfinite(values).all()
+    for number, emission in enumerate(driver, start=1):
+        assert (emission.token >= 0).all() and np.isfinite(emission.logprob).all()
         if number in (20, 1000):
             held[number], programs[number] = live_bytes(), jitted_step._cache_size()
     assert held[1000] == held[20]
