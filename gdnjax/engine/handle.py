@@ -49,6 +49,7 @@ class Handle:
       those before it.
     * `finish_reason`: None while it runs.
     * `pieces`: what has come and `Engine.stream` has not yet handed out.
+    * `speculate`: most drafts that a step of its verifies, where the engine speculates.
     * `on_piece`: called with every piece by the thread that steps, and with None at the end.
     """
 
@@ -59,6 +60,7 @@ class Handle:
     collector: Collector
     deadline: float | None = None
     priority: int = 0
+    speculate: int = 0
     number: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
