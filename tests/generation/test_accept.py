@@ -13,7 +13,9 @@ import pytest
 from scipy.stats import chi2
 
 from gdnjax.generation.accept import NOT_FINITE, NOTHING, Acceptance, accept
-from gdnjax.generation.sampling import Sampler, SamplingParams, make_sampler
+from gdnjax.generation.sampling import Sampler, SamplingParams, make_sampler, sample
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 VOCAB, ROWS = 8, 4
 NO_STOPS = jnp.full((1, 1), -1, jnp.int32)
@@ -70,24 +72,48 @@ def decode(
 
 
 GREEDY = SamplingParams()
-SAMPLED = SamplingParams(temperature=0.9, top_k=6, top_p=0.95)
-PENALIZED = SamplingParams(temperature=1.2, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)
+MIXED = [
+    GREEDY,
+    SamplingParams(temperature=0.9, top_k=6, top_p=0.95),
+    SamplingParams(temperature=1.2, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3),
+    SamplingParams(frequency_penalty=0.5),
+]
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalized"])
-def test_the_tokens_are_plain_samplings(params: SamplingParams) -> None:
+def test_the_tokens_are_plain_samplings() -> None:
     groups, tokens = 64, 24
-    sampler, first = sampler_of(params, np.arange(groups)), jnp.arange(groups, dtype=jnp.int32) % VOCAB
-    in_prompt = jax.nn.one_hot(first, VOCAB, dtype=bool) if params.penalized else None
+    params = [dataclasses.replace(MIXED[i % 4], seed=i) for i in range(groups)]
+    sampler, first = make_sampler(params, groups), jnp.arange(groups, dtype=jnp.int32) // 4 % VOCAB
+    in_prompt = jax.nn.one_hot(first, VOCAB, dtype=bool)
     right = jnp.asarray(np.random.default_rng(0).random(tokens) < 0.8)
     plain, plain_steps = decode(sampler, first, right, in_prompt, 1, tokens)
     assert plain_steps.tolist() == [tokens] * groups
     found, steps = decode(sampler, first, right, in_prompt, ROWS, tokens)
     np.testing.assert_array_equal(found, plain)
-    assert len(np.unique(np.asarray(plain), axis=0)) > VOCAB / 2
-    # some drafts were accepted and some were not
-    assert tokens / ROWS < np.mean(steps) < tokens * 0.9
+    for kind in range(4):
+        assert len(np.unique(np.asarray(plain)[kind::4], axis=0)) > VOCAB / 2
+        # Some drafts were accepted and some were not.
+        assert tokens / ROWS < np.mean(np.asarray(steps)[kind::4]) < tokens * 0.95
+
+
+def test_drafts_that_are_the_target_and_drafts_that_are_anything() -> None:
+    groups, rows, vocab = 512, 4, 64
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(groups, rows, vocab)), jnp.float32)
+    zeros = jnp.zeros(groups, jnp.int32)
+    sampler = make_sampler([SamplingParams(temperature=1.0, seed=i) for i in range(groups)], groups)
+
+    def accepted(drafts: Any) -> np.ndarray:
+        stops = jnp.full((groups, 1), -1)
+        a = run_accept(logits, drafts, zeros + rows, sampler, zeros == 0, zeros, zeros + 99, stops)
+        return np.asarray(a.accepted) - 1
+
+    target = jnp.stack([sample(logits[:, t], sampler, zeros + t) for t in range(rows - 1)], axis=1)
+    assert (accepted(target) == rows - 1).all()
+    # One in 64, and then another one in 64.
+    found, wanted = accepted(jnp.asarray(rng.integers(0, vocab, (groups, rows - 1)))).mean(), 1 / vocab
+    assert abs(found - wanted) < 5 * np.sqrt(wanted / groups)
 
 
 def test_the_distribution_is_the_targets() -> None:
