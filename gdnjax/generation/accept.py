@@ -89,21 +89,22 @@ def accept(
     for column in range(stop_ids.shape[1]):  # few: unrolled they are no launch of their own, as `any` would be
         ends |= sampled == stop_ids[:, column, None]
     goes_on = (sampled[:, :-1] == drafts) & ~ends[:, :-1] & (row[1:] < count[:, None])
-    emits = [live]
-    for t in range(rows - 1):
-        emits.append(emits[-1] & goes_on[:, t])
+    # Unrolled as well: with one row nothing of this is left.
+    emits, last, ended, accepted = [live], sampled[:, 0], ends[:, 0], live.astype(jnp.int32)
+    for t in range(1, rows):
+        emits.append(emits[-1] & goes_on[:, t - 1])
+        last, ended = jnp.where(emits[t], sampled[:, t], last), jnp.where(emits[t], ends[:, t], ended)
+        accepted += emits[t]
     emitting = jnp.stack(emits, axis=1)
 
-    accepted = jnp.sum(emitting, axis=1, dtype=jnp.int32)
-    newest = jnp.maximum(accepted - 1, 0)[:, None]
     if counts is not None:
         counts = counts.at[jnp.arange(groups)[:, None], sampled].add(emitting.astype(jnp.int32))
     return Acceptance(
         token=jnp.where(emitting, jnp.where(finite, sampled, NOT_FINITE), NOTHING),
         logprob=logprob,
         accepted=accepted,
-        last=jnp.take_along_axis(sampled, newest, axis=1)[:, 0],
-        live=live & ~jnp.take_along_axis(ends, newest, axis=1)[:, 0],
+        last=last,
+        live=live & ~ended,
         counts=counts,
     )
 
