@@ -60,7 +60,6 @@ class Handle:
     collector: Collector
     deadline: float | None = None
     priority: int = 0
-    speculate: int = 0
     number: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -69,6 +68,7 @@ class Handle:
     finish_reason: FinishReason | None = None
     pieces: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
     on_piece: Callable[[Piece | None], None] | None = None
+    speculate: int = 0
 
     # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, whether some of
     # that is left, and where prefixes of it are kept; tokens whose sampling was sent; whether what it reads is
