@@ -28,7 +28,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -362,13 +362,19 @@ class StatePool:
         return plan
 
     @_checked
-    def run(self, plans: Plan | Sequence[Plan], step: Callable[[State], tuple[T, State]], commits: bool = False) -> T:
+    def run(
+        self,
+        plans: Plan | Sequence[Plan],
+        step: Callable[[State], tuple[T, State]],
+        commits: bool | Literal["some"] = False,
+    ) -> T:
         """Runs a step that does what the plans say: a walk, a decode or verify step, or one of each.
 
         Args:
             plans: plans that nothing has overtaken: no commit, reset or release of their requests since.
             step: takes the state, which it may donate, and returns something and the new state.
-            commits: whether the step also commits, on the device, all of its decode rows.
+            commits: whether the step also commits, on the device, all of its decode rows; or `some`, and
+                `commit(accepted, on_device=True)` tells later how many. Until then requests can be released and walk.
 
         Returns:
             What `step` returned beside the state. Nothing is fetched from the device.
@@ -379,8 +385,8 @@ class StatePool:
         plans = (plans,) if isinstance(plans, Plan) else tuple(plans)
         self.requests.check_plans(plans)
         out, self._state = step(self.state)
-        self.requests.ran(plans)
-        if commits:
+        self.requests.ran(plans, moved=commits == "some")
+        if commits is True:
             self.requests.commit()
         if plans and self.watch.on:
             kinds = ", ".join("prefill" if plan.keep_in_place else self._step_kind for plan in plans)
