@@ -50,7 +50,7 @@ def prefill_prompts(
         draft head's cache, which is filled too, the hidden after the final norm `[max_requests, H]`.
     """
     config = state.config
-    newest: tuple[jax.Array, ...] | None = None
+    newest: list[jax.Array] | None = None
     read = [0] * len(prompts)
     for pieces, complete in windows(prompts, config.prefill_tokens):
         batch = prefill_batch(config, pieces)
@@ -60,17 +60,18 @@ def prefill_prompts(
             following = np.full(config.max_requests, -1, np.int32)
             for request in pieces.keys() - complete:
                 following[request] = prompts[request][read[request]]
-            new, state = prefill_with_head(params, state, batch, jnp.asarray(following))
+            both, state = prefill_with_head(params, state, batch, jnp.asarray(following))
+            new = list(both)
         else:
             logits, state = jitted_prefill(params, state, batch)
-            new = (logits,)
+            new = [logits]
         if watch is not None:
             watch.after_step("prefill", state)
         if newest is None:
             newest = new
         else:
             mask = jnp.asarray(np.isin(np.arange(config.max_requests), complete))[:, None]
-            newest = tuple(jnp.where(mask, n, o) for n, o in zip(new, newest, strict=True))
+            newest = [jnp.where(mask, n, o) for n, o in zip(new, newest, strict=True)]
     assert newest is not None
     return state, newest[0], newest[1] if config.draft_kv else None
 

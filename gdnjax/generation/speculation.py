@@ -119,6 +119,9 @@ def speculative_step(
     return s, Verified(a.token, a.logprob, jnp.where(request >= 0, drafted, 0))
 
 
+Carry = tuple[jax.Array, Speculation, Verified]
+"""Of the device loop: the step's number, what it goes on with, and all emissions."""
+
 # Unread inputs are kept, as in `gdnjax.generation.loop`.
 jitted_speculative_step = jax.jit(
     speculative_step, static_argnames=("propose", "width"), donate_argnames="speculation", keep_unused=True
@@ -147,7 +150,6 @@ def speculative_device_loop(
     emissions = Verified(
         jnp.full(shape, NOTHING, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros((steps, rows), jnp.int32)
     )
-    Carry = tuple[jax.Array, Speculation, Verified]
 
     def more(carry: Carry) -> jax.Array:
         index, s, _ = carry

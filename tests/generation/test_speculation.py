@@ -14,6 +14,7 @@ import pytest
 from gdnjax.generation import GenerationResult, NonFiniteLogitsError
 from gdnjax.generation.adapt import best_count, new_trials, observe
 from gdnjax.generation.drafting import PROPOSE, Propose, Speculation
+from gdnjax.generation.lookup import look_up
 from gdnjax.lm import LanguageModel
 from gdnjax.weights.declaration import abstract_params
 from tests.generation.small import (
@@ -172,7 +173,25 @@ def test_up_to_max_length_with_looked_up_drafts() -> None:
     results = run(speculating(), prompts, 1000, drafts="ngram", loop="python")
     assert [len(r.tokens) for r in results] == [1, 6, 63, 63]
     assert_same(results, plain)
-    assert sum(accepted for _, _, accepted in counted(results)) > 0
+    assert counted(results) == [looked_up(p, r.tokens) for p, r in zip(prompts, results, strict=True)]
+    assert sum(r.accepted for r in results) > 0
+
+
+def looked_up(prompt: list[int], tokens: list[int]) -> tuple[int, int, int]:
+    """Steps, drafts and accepted ones of a text that is known."""
+    text, known, steps, drafted, accepted = [*prompt, *tokens], len(prompt) + 1, 0, 0, 0
+    while known < len(text):
+        history = jnp.asarray([text[:known] + [0] * (64 - known)])
+        drafts, available = run_look_up(history, jnp.array([known]), K)
+        count = min(int(available[0]), len(text) - known - 1)
+        right = 0
+        while right < count and int(drafts[0, right]) == text[known + right]:
+            right += 1
+        known, steps, drafted, accepted = known + 1 + right, steps + 1, drafted + count, accepted + right
+    return steps, drafted, accepted
+
+
+run_look_up = jax.jit(look_up, static_argnums=2)
 
 
 def test_stop_strings_end_inside_of_accepted_drafts(drafting: Drafting) -> None:
