@@ -13,7 +13,7 @@ import numpy as np
 
 from gdnjax.engine.handle import FinishReason, Handle
 from gdnjax.engine.launcher import Flight, ScoreFlight
-from gdnjax.generation.loop import NOT_FINITE
+from gdnjax.generation.accept import NOT_FINITE
 
 Finish = Callable[[Handle, FinishReason], None]
 FLOOD, FLOOD_LOGPROB = 32, math.log(0.5)
