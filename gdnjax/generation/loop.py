@@ -181,10 +181,7 @@ def make_decoding(
     stop_ids: tuple[int, ...],
     prompts: list[list[int]],
 ) -> Decoding:
-    """The decoding of `len(prompts)` requests in a state whose `max_requests` is the number of rows.
-
-    limits: tokens that each may emit; 0 is a row that takes no part.
-    """
+    """The decoding of `len(prompts)` requests in a state whose `max_requests` is the number of rows."""
     rows, vocab = state.config.max_requests, state.config.vocab_size
     used = len(prompts)
     limit = np.zeros(rows, np.int32)
@@ -201,7 +198,7 @@ def make_decoding(
     return Decoding(
         state=state,
         token=jnp.zeros(rows, jnp.int32),
-        live=jnp.asarray(limit > 0),
+        live=jnp.asarray(np.arange(rows) < used),
         emitted=jnp.zeros(rows, jnp.int32),
         limit=jnp.asarray(limit),
         stop_ids=jnp.asarray(stops),

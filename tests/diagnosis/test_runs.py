@@ -81,17 +81,18 @@ def test_a_guarded_pool_on_records_does_what_one_on_slots_does(
     assert all("record" in e.sums for e in two) and not any("record" in e.sums for e in one)
 
 
-def test_generation(traced: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_that_speculates(traced: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [5, 1]
     expected = [result.tokens for result in run(small_model(), SHORT, limits, loop="python")]
     path = traced("guarded")
     monkeypatch.setenv("GDNJAX_GUARD", "1")
-    found = run(small_model(), SHORT, limits, loop="device")
+    found = run(small_model(speculate=2), SHORT, limits, drafts="ngram", loop="device")
     assert [result.tokens for result in found] == expected
     (traced_run,) = read_trace(path)
-    seen = [(e.step, e.kind, e.request, e.position - len(SHORT[e.request])) for e in traced_run.entries]
-    prefill = [(0, "prefill", i, 0) for i in range(2)]
-    assert seen == prefill + [(step, "decode", 0, step) for step in range(1, 5)]
+    seen = [(e.step, e.kind, e.request) for e in traced_run.entries]
+    prefill = [(0, "prefill", i) for i in range(2)]
+    assert seen == prefill + [(step, "verify", 0) for step in range(1, 1 + found[0].steps)]
+    assert traced_run.entries[-1].position == len(SHORT[0]) + limits[0] - 1
 
 
 def test_an_engine(traced: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
