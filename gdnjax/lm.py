@@ -13,6 +13,7 @@ import numpy as np
 
 from gdnjax.config import Config
 from gdnjax.generation.collect import GenerationResult, StreamCallback
+from gdnjax.generation.drafting import Source
 from gdnjax.generation.generate import Request, generate
 from gdnjax.generation.loop import Loop, default_loop
 from gdnjax.generation.sampling import SamplingParams
@@ -80,6 +81,9 @@ class LanguageModel:
         stream: StreamCallback | None = None,
         logprobs: bool = False,
         loop: Loop | None = None,
+        speculate: int | Sequence[int] | None = None,
+        drafts: Source = "mtp",
+        adaptive: bool = False,
     ) -> list[GenerationResult]:
         """Continues every prompt, all in one batch.
 
@@ -95,10 +99,14 @@ class LanguageModel:
                 draws depend on its seed alone, not on what else is in the batch.
             stop_ids: ids that end a request; None takes the checkpoint's, () never stops early.
             stop: strings that end a request; its text is cut before them.
-            stream: called with (index, new ids, new text) for every token as it comes.
+            stream: called with (index, new ids, new text) for every step as it is done.
             logprobs: whether results carry log-probabilities.
             loop: `device` or `python`; None lets the platform choose. Streaming and stop strings use
                 `python`.
+            speculate: most drafts that a step verifies, 0 to 7, for all prompts or one a prompt; 0 is plain decoding,
+                None takes `config.speculate`. The tokens are the same.
+            drafts: `mtp`, from the model's draft head, or `ngram`, from what followed in the text so far.
+            adaptive: whether a request drafts less where little of it is accepted.
 
         Raises:
             ValueError: bad prompts or arguments; the message says which and what it takes.
@@ -123,8 +131,14 @@ class LanguageModel:
             if isinstance(seed, int | np.integer) and not isinstance(seed, bool)
             else _column("seed", seed, len(ids), int),
         }
+        counts = _column("speculate", self.config.speculate if speculate is None else speculate, len(ids), int)
         requests = [
-            Request(prompt, max_new_tokens, SamplingParams(**{name: column[i] for name, column in columns.items()}))
+            Request(
+                prompt,
+                max_new_tokens,
+                SamplingParams(**{name: column[i] for name, column in columns.items()}),
+                counts[i],
+            )
             for i, prompt in enumerate(ids)
         ]
         return generate(
@@ -137,6 +151,8 @@ class LanguageModel:
             callback=stream,
             logprobs=logprobs,
             loop=loop if loop is not None else default_loop(current_platform()),
+            drafts=drafts,
+            adaptive=adaptive,
         )
 
     def _encode(self, prompt: str | Sequence[int], index: int) -> list[int]:

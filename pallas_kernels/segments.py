@@ -70,3 +70,29 @@ def chunk_at(segments: Segments, index: jax.Array, rows: int, size: int = CHUNK)
         first=number == 0,
         last=number == chunks[segment] - 1,
     )
+
+
+def chunk_table(segments: Segments, rows: int, size: int = CHUNK) -> jax.Array:
+    """Int32 `[N, 4]`: the chunks in order of the segments, for a launch with one program or more a chunk.
+
+    Columns: first row, live rows, segment, position of the first row. No rows are live where there is no such
+    chunk. N is the most chunks that so many segments of `rows` rows together can have. The same for all layers,
+    so that a step makes it once.
+    """
+    count = segments.length.shape[0]
+    bound = (rows + (size - 1) * min(rows, count)) // size
+    chunks = (segments.length + size - 1) // size
+    ends = jnp.cumsum(chunks)
+    number = jnp.arange(bound, dtype=jnp.int32)
+    owner = jnp.minimum(jnp.sum(ends[None, :] <= number[:, None], axis=1), count - 1)
+    offset = (number - (ends - chunks)[owner]) * size
+    live = jnp.where(number < ends[-1], jnp.minimum(segments.length[owner] - offset, size), 0)
+    columns = [segments.start[owner] + offset, live, owner, segments.position[owner] + offset]
+    return jnp.stack(columns, axis=1).astype(jnp.int32)
+
+
+def owned_rows(segments: Segments, rows: int) -> jax.Array:
+    """`[rows]` int32: 1 where a row belongs to a segment."""
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    inside = (row >= segments.start) & (row < segments.start + segments.length)
+    return jnp.any(inside, axis=1).astype(jnp.int32)

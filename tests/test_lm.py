@@ -118,6 +118,16 @@ def test_a_value_for_all_or_one_a_prompt(spy: Spy) -> None:
     assert spy.column("presence_penalty") == [1.0] * 4
 
 
+def test_drafts_are_the_configs_unless_given(spy: Spy) -> None:
+    lm = dataclasses.replace(small_model(), config=SMALL.replace(speculate=2))
+    for given, counts in ((None, [2] * 4), (0, [0] * 4), ([1, 7, 0, 3], [1, 7, 0, 3])):
+        lm.generate(PROMPTS, speculate=given)
+        assert [request.speculate for request in spy.requests] == counts
+    assert (spy.arguments["drafts"], spy.arguments["adaptive"]) == ("mtp", False)
+    lm.generate(PROMPTS, drafts="ngram", adaptive=True)
+    assert (spy.arguments["drafts"], spy.arguments["adaptive"]) == ("ngram", True)
+
+
 @pytest.mark.parametrize(("seed", "first"), [(np.int64(7), 7), (2**32 - 1, 2**32 - 1), (-1, 2**32 - 1), (2**70 + 3, 3)])
 def test_an_integer_seed_counts_up_and_wraps(spy: Spy, seed: Any, first: int) -> None:
     small_model().generate(PROMPTS, seed=seed)
@@ -246,6 +256,11 @@ def test_text_needs_a_tokenizer() -> None:
         ({"stop_ids": 5}, "stop_ids = 5; it takes a list of token ids"),
         ({"stop": None}, "stop = None; it takes a string or a list of strings"),
         ({"loop": "host"}, "loop = 'host'; it takes device or python"),
+        ({"speculate": 8}, "speculate = 8; it takes an integer from 0 (plain decoding) to 7"),
+        ({"speculate": [1]}, "speculate has 1 values for 2 prompts"),
+        ({"speculate": 1.5}, "speculate = 1.5; it takes an integer"),
+        ({"speculate": 1}, "speculate = 1 with drafts = 'mtp', and this model has no draft head"),
+        ({"drafts": "guess"}, "drafts = 'guess'; it takes mtp or ngram"),
     ],
     ids=lambda value: str(value)[:50],
 )

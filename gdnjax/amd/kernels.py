@@ -147,6 +147,18 @@ def _paged_attention(rows: int) -> Iterator[Case]:
         yield Case(shape.name, run, arguments)
 
 
+def _paged_attention_packed(rows: int) -> Iterator[Case]:
+    def run(*arguments: Any) -> Any:
+        *rest, gate = arguments
+        return attention.paged_attention_packed(*rest, PAGE_SIZE, gate, implementation="pallas")
+
+    for shape in attention_shapes.SHAPES:
+        arguments = shapes_of(
+            lambda key, s=shape: attention_shapes.packed_arguments(s, PREFILL_LENGTHS, key, page_size=PAGE_SIZE)
+        )
+        yield Case(shape.name, run, arguments)
+
+
 def _gated_delta_prefill(rows: int) -> Iterator[Case]:
     def run(*arguments: Any) -> Any:
         return delta_prefill.gated_delta_prefill(*arguments, implementation="pallas")
@@ -167,6 +179,7 @@ KERNELS: dict[str, Kernel] = {
     "gated_rms_norm": Kernel("decode", _gated_rms_norm),
     "attention_prologue": Kernel("decode", _attention_prologue),
     "paged_attention": Kernel("decode", _paged_attention),
+    "paged_attention_packed": Kernel("prefill", _paged_attention_packed),
     "causal_conv_packed": Kernel("prefill", _causal_conv_packed),
     "gated_delta_prefill": Kernel("prefill", _gated_delta_prefill),
 }

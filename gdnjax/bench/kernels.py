@@ -1,4 +1,5 @@
-"""Every decode kernel against the bytes it must move, as a fraction of a copy's bandwidth in the same run."""
+"""Every decode kernel against the bytes it must move, as a fraction of a copy's bandwidth in the same run, and the
+attention of a prefill also against its operations, as a fraction of a large product's rate."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdnjax.bench.timing import copy_bandwidth, time_kernels
+from gdnjax.bench.timing import copy_bandwidth, product_rate, time_kernels
 from gdnjax.config import Config
 from pallas_kernels.attention_prologue import attention_prologue
 from pallas_kernels.attention_prologue import shapes as prologue_shapes
@@ -21,12 +22,14 @@ from pallas_kernels.gated_delta_decode import DEFAULT_TILE, Tile, gated_delta_de
 from pallas_kernels.gated_delta_decode import shapes as delta_shapes
 from pallas_kernels.gated_rms_norm import gated_rms_norm
 from pallas_kernels.gated_rms_norm import shapes as norm_shapes
-from pallas_kernels.paged_attention import paged_attention_decode
+from pallas_kernels.paged_attention import paged_attention_decode, paged_attention_packed
 from pallas_kernels.paged_attention import shapes as attention_shapes
 from pallas_kernels.triton_backend import Warps
 
 KEYS = 4096
 """Keys that every row of the attention benchmark sees."""
+WINDOWS = ((256, 0), (1024, 0), (1024, KEYS))
+"""(rows, tokens before them) of the prefill windows that are timed: one request's."""
 WORKING_SET = 2**28
 """Bytes that a rotation over copies of the operands should pass, so that no cache holds them."""
 
@@ -38,7 +41,8 @@ TILES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One kernel at one size: what it moves, and how to call it on copy number i of its operands.
+    """One kernel at one size: bytes it must move, how to call it on copy number i of its operands, and operations
+    where they bound it too.
 
     `call` takes a copy's mutable and constant operands and returns (mutable operands, output).
     """
@@ -48,6 +52,7 @@ class Case:
     moved: int
     make: Callable[[jax.Array], tuple[Any, Any]]
     call: Callable[[Any, Any], tuple[Any, Any]]
+    operations: int = 0
 
 
 def cases(config: Config, rows: int, tile: Tile = DEFAULT_TILE) -> Iterator[Case]:
@@ -134,8 +139,27 @@ def cases(config: Config, rows: int, tile: Tile = DEFAULT_TILE) -> Iterator[Case
     yield Case(f"paged_attention {KEYS} keys", rows, moved, make_attention, call_attention)
 
 
-def time_case(case: Case, bandwidth: float) -> dict[str, Any]:
-    """Microseconds of one call, over copies of the operands in turn; and its fraction of a copy."""
+def window_cases(config: Config) -> Iterator[Case]:
+    """Attention of prefill windows at a config's sizes."""
+    c, dtype = config, jnp.dtype(config.dtype)
+    shape = attention_shapes.Shape("", c.num_attention_heads, c.num_key_value_heads, c.head_dim)
+    for rows, position in WINDOWS:
+
+        def make(key: jax.Array, rows: int = rows, position: int = position) -> tuple[Any, Any]:
+            return (), attention_shapes.packed_arguments(shape, [rows], key, position, c.page_size, dtype)
+
+        def call(_: Any, rest: Any) -> tuple[Any, Any]:
+            *arguments, gate = rest
+            return (), paged_attention_packed(*arguments, c.page_size, gate)
+
+        moved = attention_shapes.packed_bytes_moved(shape, [rows], position, dtype)
+        operations = attention_shapes.packed_flops(shape, [rows], position)
+        yield Case(f"paged_attention_packed {position + rows} keys", rows, moved, make, call, operations)
+
+
+def time_case(case: Case, bandwidth: float, rate: float | None = None) -> dict[str, Any]:
+    """Microseconds of one call, over copies of the operands in turn; and its fractions of a copy and of a product,
+    which has `rate` operations a second."""
     copies = max(2, min(48, math.ceil(WORKING_SET / case.moved)))
     operands = [case.make(key) for key in jax.random.split(jax.random.key(0), copies)]
     mutable, constant = zip(*operands, strict=True)
@@ -146,6 +170,7 @@ def time_case(case: Case, bandwidth: float) -> dict[str, Any]:
         return mutable, outputs
 
     timing = time_kernels(step, mutable, constant, calls=copies)
+    of_product = {} if rate is None else {"of_product": round(case.operations / timing.seconds / rate, 3)}
     return {
         "kernel": case.kernel,
         "rows": case.rows,
@@ -153,22 +178,26 @@ def time_case(case: Case, bandwidth: float) -> dict[str, Any]:
         "us": round(timing.seconds * 1e6, 3),
         "spread": round(timing.spread, 4),
         "of_copy": round(case.moved / timing.seconds / bandwidth, 3),
+        **of_product,
     }
 
 
 def bench_kernels(config: Config, rows: tuple[int, ...]) -> dict[str, Any]:
-    """All decode kernels at all batch sizes.
+    """All decode kernels at all batch sizes, and the attention of prefill windows.
 
     Returns:
-        `device`, `jax`, `copy_bytes_per_second`, and `cells` with `kernel`, `rows`, `bytes`, `us`, `spread`
-        (half the range over the median) and `of_copy` (bytes over time over the copy's bandwidth).
+        `device`, `jax`, `copy_bytes_per_second`, `product_operations_per_second`, and `cells` with `kernel`,
+        `rows`, `bytes`, `us`, `spread` (half the range over the median), `of_copy` (bytes over time over the
+        copy's bandwidth) and for windows `of_product` (operations over time over the product's rate).
     """
-    bandwidth = copy_bandwidth()
+    bandwidth, rate = copy_bandwidth(), product_rate()
     cells = [time_case(case, bandwidth) for count in rows for case in cases(config, count)]
+    cells += [time_case(case, bandwidth, rate) for case in window_cases(config)]
     return {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "copy_bytes_per_second": round(bandwidth),
+        "product_operations_per_second": round(rate),
         "cells": cells,
     }
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 COPY_BYTES = 2**30
+PRODUCT_SIZE = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +101,11 @@ def copy_bandwidth(size: int = COPY_BYTES) -> float:
     source = jnp.zeros(size // 4, jnp.int32)
     timing = time_kernels(lambda x, _: (x + 1, ()), source, calls=1)
     return 2 * size / timing.seconds
+
+
+def product_rate(size: int = PRODUCT_SIZE) -> float:
+    """Operations a second of a large square bfloat16 product, multiplications plus additions."""
+    x, y = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    # Scaled, so that what is multiplied again and again stays of one size.
+    timing = time_kernels(lambda x, y: (x @ y, ()), x, y * size**-0.5, calls=1)
+    return 2 * size**3 / timing.seconds

@@ -18,11 +18,11 @@ class UsageError(Exception):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Nothing heavy is imported for `--help`."""
-    from gdnjax.cli import amd_check, bench, convert, doctor, generate, info, serve
+    from gdnjax.cli import amd_check, bench, convert, doctor, generate, info, serve, trace
 
     parser = argparse.ArgumentParser(prog="gdnjax", description="Qwen3.5 models in JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, serve, convert, info, doctor, bench, amd_check):
+    for module in (generate, serve, convert, info, doctor, bench, amd_check, trace):
         module.add_parser(commands)
     return parser
 

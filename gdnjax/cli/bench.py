@@ -39,10 +39,12 @@ def run_kernels(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
         return 0
-    print(f"{report['device']}, copy {report['copy_bytes_per_second'] / 1e12:.2f} TB/s")
-    print(f"{'kernel':<28}{'rows':>5}{'us':>10}{'spread':>9}{'of copy':>9}")
+    copy, product = report["copy_bytes_per_second"] / 1e12, report["product_operations_per_second"] / 1e12
+    print(f"{report['device']}, copy {copy:.2f} TB/s, product {product:.0f} TFLOP/s")
+    print(f"{'kernel':<34}{'rows':>5}{'us':>10}{'spread':>9}{'of copy':>9}{'of product':>12}")
     for cell in report["cells"]:
-        print(f"{cell['kernel']:<28}{cell['rows']:>5}{cell['us']:>10}{cell['spread']:>9}{cell['of_copy']:>9}")
+        fractions = f"{cell['of_copy']:>9}{cell.get('of_product', ''):>12}".rstrip()
+        print(f"{cell['kernel']:<34}{cell['rows']:>5}{cell['us']:>10}{cell['spread']:>9}{fractions}")
     return 0
 
 

@@ -41,6 +41,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--ignore-stop-ids", action="store_true", help="never stop early at a stop id")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument(
+        "--speculate", type=int, metavar="K", help="most drafts a step, 0 to 7; the tokens are the same"
+    )
+    parser.add_argument(
+        "--drafts", choices=("mtp", "ngram"), help="of --speculate: the draft head's, or the text's own (mtp)"
+    )
     add_json_flag(parser)
     parser.set_defaults(run=run)
 
@@ -74,9 +80,11 @@ def run(args: argparse.Namespace) -> int:
         stop_ids=() if args.ignore_stop_ids else None,
         seed=args.seed,
         stream=printer,
+        speculate=args.speculate,
+        drafts=args.drafts or "mtp",
     )
     seconds = time.perf_counter() - started
-    rate = printer.tokens_per_second()
+    rate, per_step = printer.tokens_per_second(), result.tokens_per_step
     if args.json:
         print_json(
             {
@@ -86,6 +94,10 @@ def run(args: argparse.Namespace) -> int:
                 "prompt_tokens": result.prompt_tokens,
                 "seconds": round(seconds, 4),
                 "tokens_per_second": None if rate is None else round(rate, 2),
+                "steps": result.steps,
+                "drafted": result.drafted,
+                "accepted": result.accepted,
+                "tokens_per_step": None if per_step is None else round(per_step, 3),
             }
         )
         return 0
@@ -94,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     print()
     speed = "" if rate is None else f", {rate:.1f} tokens/s after compilation"
     counts = f"{result.prompt_tokens} prompt tokens, {len(result.tokens)} new ({result.finish_reason})"
-    print(f"{counts}, {seconds:.1f} s{speed}", file=sys.stderr)
+    drafts = f", {result.accepted} of {result.drafted} drafts accepted" if result.drafted else ""
+    print(f"{counts}, {seconds:.1f} s{speed}{drafts}", file=sys.stderr)
     return 0
 
 
@@ -105,10 +118,15 @@ def check_usage(args: argparse.Namespace) -> None:
         UsageError: names the option, its value and what it takes.
     """
     from gdnjax.config import ConfigError
+    from gdnjax.config.schema import MOST_DRAFTS
     from gdnjax.generation.sampling import SamplingParams
 
     if args.max_new_tokens < 1:
         raise UsageError(f"max_new_tokens = {args.max_new_tokens}; it takes an integer >= 1")
+    if args.speculate is not None and not 0 <= args.speculate <= MOST_DRAFTS:
+        raise UsageError(f"speculate = {args.speculate}; it takes an integer from 0 (plain decoding) to {MOST_DRAFTS}")
+    if args.drafts is not None and not args.speculate:
+        raise UsageError(f"--drafts {args.drafts} says where drafts come from; give their number with --speculate K")
     if "" in args.stop:
         raise UsageError(f"stop = {args.stop!r}; it takes strings of at least one character")
     names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty".split()
@@ -122,23 +140,25 @@ def check_usage(args: argparse.Namespace) -> None:
 class Printer:
     """Prints text as it comes, and times the decode steps.
 
-    The first step compiles, so the rate is that of the tokens behind the second.
+    The prompt gives the first token and the first step compiles, so the rate is that of the tokens behind it.
     """
 
     def __init__(self, quiet: bool):
         self._quiet = quiet
-        self._times: list[float] = []
+        self._steps: list[tuple[float, int]] = []
 
     def __call__(self, index: int, tokens: list[int], text: str) -> None:
-        self._times += [time.perf_counter()] * len(tokens)
+        if tokens:
+            self._steps.append((time.perf_counter(), len(tokens)))
         if not self._quiet:
             print(text, end="", flush=True)
 
     def tokens_per_second(self) -> float | None:
-        """None when there are too few tokens to tell."""
-        if len(self._times) < 3:
+        """None when there are too few steps to tell."""
+        if len(self._steps) < 3:
             return None
-        return (len(self._times) - 2) / max(self._times[-1] - self._times[1], 1e-9)
+        tokens = sum(count for _, count in self._steps[2:])
+        return tokens / max(self._steps[-1][0] - self._steps[1][0], 1e-9)
 
 
 def read_ids(path: str) -> list[int]:

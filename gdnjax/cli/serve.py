@@ -30,6 +30,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--max-choices", metavar="N", type=_positive, default=16, help="most answers a request (16)")
     parser.add_argument("--max-body", metavar="BYTES", type=_positive, default=8 * 2**20, help="of a request (8 MiB)")
     parser.add_argument("--prefix-cache", metavar="BYTES", type=_positive, help="memory for prefixes shared by prompts")
+    parser.add_argument(
+        "--speculate", type=_drafts, metavar="K", help="most drafts a step, 0 to 7; the answers are the same"
+    )
+    parser.add_argument(
+        "--drafts", choices=("mtp", "ngram"), help="of --speculate: the draft head's, or the text's own; default: mtp"
+    )
     parser.add_argument("--timeout", metavar="S", type=_seconds, default=600.0, help="of a request (600)")
     parser.add_argument("--drain", metavar="S", type=_seconds, default=30.0, help="for requests to end at a stop (30)")
     parser.add_argument(
@@ -50,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.config is not None:
         raise UsageError(f"--config {args.config}: random weights have no tokenizer, and a server answers in text")
+    if args.drafts is not None and not args.speculate:
+        raise UsageError(f"--drafts {args.drafts} says where drafts come from; give their number with --speculate K")
     # Before minutes of compiling.
     with bind(args.host, args.port) as sock:
         use_compilation_cache(args.compilation_cache)
@@ -57,7 +65,14 @@ def run(args: argparse.Namespace) -> int:
         if args.prefix_cache is not None:
             lm = dataclasses.replace(lm, config=lm.config.replace(prefix_cache_bytes=args.prefix_cache))
         most = args.max_requests or (None if current_platform() == "cpu" else "auto")
-        engine = Engine(lm, max_requests=most, kv_tokens=args.kv_tokens, max_waiting=args.max_waiting)
+        engine = Engine(
+            lm,
+            max_requests=most,
+            kv_tokens=args.kv_tokens,
+            max_waiting=args.max_waiting,
+            speculate=args.speculate,
+            drafts=args.drafts,
+        )
         settings = Settings(
             model=args.name or pathlib.Path(args.model or DEFAULT_MODEL).resolve().name,
             api_key=args.api_key or os.environ.get("GDNJAX_API_KEY") or None,
@@ -92,6 +107,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}; it takes an integer >= 1")
     return value
+
+
+def _drafts(text: str) -> int:
+    from gdnjax.config.schema import MOST_DRAFTS
+
+    if not text.isdecimal() or int(text) > MOST_DRAFTS:
+        raise argparse.ArgumentTypeError(f"{text}; it takes an integer from 0 (plain decoding) to {MOST_DRAFTS}")
+    return int(text)
 
 
 def _limit(text: str) -> int | str:

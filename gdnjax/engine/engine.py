@@ -1,8 +1,9 @@
 """The engine: requests come and go at any moment, and every step serves all that can run.
 
 One step reads a window of prompts (if any is waiting to be read), decodes one token of every request that
-has read its prompt, and only then looks at the tokens of the step before: what the host decides never waits
-for the device. A request that has ended is therefore stepped once more, for nothing.
+has read its prompt, or verifies drafts, and only then looks at the tokens of the step before: what the host
+decides never waits for the device. (Where drafts are verified, it waits for how many were accepted.) A request
+that has ended is therefore stepped once more, for nothing.
 
     engine = Engine(gdnjax.load("tiny"))
     engine.warm_up()
@@ -24,10 +25,12 @@ import jax
 from gdnjax.engine import scheduler
 from gdnjax.engine.door import Door
 from gdnjax.engine.handle import FinishReason, Handle, Piece
-from gdnjax.engine.launcher import Flight, Launcher, ScoreFlight
+from gdnjax.engine.launcher import AnyFlight, Launcher
 from gdnjax.engine.receiver import Receiver
 from gdnjax.engine.roster import Roster
-from gdnjax.engine.submission import make_handle
+from gdnjax.engine.speculator import Speculator
+from gdnjax.engine.submission import make_handle, speculation_of
+from gdnjax.generation.drafting import Source
 from gdnjax.generation.generate import NonFiniteLogitsError
 from gdnjax.generation.sampling import SamplingParams
 from gdnjax.model.backend import BACKEND
@@ -60,10 +63,14 @@ class Engine:
         overcommit: admit requests by their prompts instead of the longest that they may grow to. More run
             at once; when KV pages run out, the last in order of service is preempted: it waits, and reads
             again what it had.
+        speculate: most drafts of a request that one step verifies, 0 to 7; None is the config's. The tokens are
+            those of plain decoding, in fewer steps.
+        drafts: where they come from: `mtp`, the model's draft head, or `ngram`, what followed in the text so far. None
+            is the head, if the model has one.
         clock: seconds, for deadlines.
 
     Raises:
-        ValueError: limits that the memory does not hold.
+        ValueError: limits that the memory does not hold, or drafts that nobody makes.
     """
 
     def __init__(
@@ -75,10 +82,13 @@ class Engine:
         chunk_tokens: int | None = 256,
         max_waiting: int = 1024,
         overcommit: bool = False,
+        speculate: int | None = None,
+        drafts: Source | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.lm = lm
-        own = lm.config
+        own, source = speculation_of(lm.config, speculate, drafts)
+        self._drafts: Source | None = source
         self.config = config = derive_limits(
             own, _limit(max_requests, own.max_requests), _limit(kv_tokens, own.kv_tokens)
         )
@@ -107,6 +117,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         prompt_logprobs: bool = False,
+        speculate: int | None = None,
         on_piece: Callable[[Piece | None], None] | None = None,
     ) -> Handle:
         """Adds a request; it runs as `step` is called.
@@ -121,6 +132,7 @@ class Engine:
             timeout: seconds from now after which it ends with `deadline`, whatever it has by then.
             prompt_logprobs: also score the prompt's tokens (`Handle.prompt_logprobs`). It is then read in short
                 windows, and resumes from no shared prefix.
+            speculate: most drafts that a step of its verifies, 0 to the engine's `speculate`, which is what None takes.
             on_piece: called with every piece as it comes, by the thread that steps, and with None at the end.
 
         Raises:
@@ -129,7 +141,11 @@ class Engine:
         """
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout = {timeout!r}; it takes a number of seconds > 0, or None")
+        most = self.config.speculate
+        if speculate is not None and not 0 <= speculate <= most:
+            raise ValueError(f"speculate = {speculate}; this engine takes 0 (plain decoding) to {most}, its own")
         handle = make_handle(self.lm, self.config, prompt, max_new_tokens, sampling, stop_ids, stop)
+        handle.speculate = most if speculate is None else speculate
         handle.priority, handle.scoring, handle.on_piece = priority, prompt_logprobs, on_piece
         handle.deadline = None if timeout is None else self._clock() + timeout
         self._enter(handle)
@@ -271,15 +287,15 @@ class Engine:
             if end in handle.cuts:
                 self.counters["prefixes_kept"] += self.pool.remember(request, handle.to_read[:end])
 
-    def _decode(self, behind: list[Flight | ScoreFlight]) -> None:
-        """One token of every request that has read its prompt and may have more."""
-        most = self._launcher.row_buckets[-1]
+    def _decode(self, behind: list[AnyFlight]) -> None:
+        """One step of every request that has read its prompt and may have more."""
+        self._launcher.settle(self._receiver.fetch)
         while True:
             ready = [r for r, h in self._roster.running.items() if not h.reading and h.sent < h.max_new_tokens]
             if not ready:
                 return
             try:
-                plans = [self.pool.plan_decode(ready[at : at + most]) for at in range(0, len(ready), most)]
+                plans = self._launcher.plan(ready, self._roster.running)
                 break
             except OutOfPages:
                 self._make_room(behind)
@@ -287,7 +303,7 @@ class Engine:
             self._launcher.decode(plan, self._roster.running)
         self.counters["decode_steps"] += 1
 
-    def _make_room(self, behind: list[Flight | ScoreFlight]) -> None:
+    def _make_room(self, behind: list[AnyFlight]) -> None:
         """Frees KV pages: by what is about to end, else by preempting the last in order of service."""
         flights = [*behind, *self._launcher.take()]
         if flights:
@@ -325,10 +341,11 @@ class Engine:
 
     def _make_pool(self) -> None:
         self.pool = StatePool(self.config, BACKEND, params=self.lm.params)
-        self._launcher = Launcher(self.lm.params, self.pool)
+        params, pool = self.lm.params, self.pool
+        self._launcher = Launcher(params, pool) if self._drafts is None else Speculator(params, pool, self._drafts)
         self._lost = False
 
-    def _receive(self, flights: Sequence[Flight | ScoreFlight]) -> None:
+    def _receive(self, flights: Sequence[AnyFlight]) -> None:
         broken = self._receiver.receive(flights, self._finish)
         if broken and self._debug:
             raise NonFiniteLogitsError(

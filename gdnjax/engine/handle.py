@@ -49,6 +49,7 @@ class Handle:
       those before it.
     * `finish_reason`: None while it runs.
     * `pieces`: what has come and `Engine.stream` has not yet handed out.
+    * `speculate`: most drafts that a step of its verifies, where the engine speculates.
     * `on_piece`: called with every piece by the thread that steps, and with None at the end.
     """
 
@@ -67,6 +68,7 @@ class Handle:
     finish_reason: FinishReason | None = None
     pieces: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
     on_piece: Callable[[Piece | None], None] | None = None
+    speculate: int = 0
 
     # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, whether some of
     # that is left, and where prefixes of it are kept; tokens whose sampling was sent; whether what it reads is

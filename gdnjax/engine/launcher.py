@@ -13,10 +13,12 @@ from gdnjax.engine import programs
 from gdnjax.engine.handle import Handle
 from gdnjax.engine.programs import MODES, Mode, new_slate, settings
 from gdnjax.engine.scheduler import row_buckets, smallest, token_buckets
+from gdnjax.engine.speculation import Verdict
 from gdnjax.generation.loop import Emission
 from gdnjax.generation.sampling import SamplingParams
 from gdnjax.state.batch import Batch
 from gdnjax.state.pool import StatePool
+from gdnjax.state.pytree import State
 from gdnjax.state.requests import Plan
 from gdnjax.weights.declaration import Params
 
@@ -26,6 +28,9 @@ SCORE_ROWS = 64
 """Rows of a window whose tokens are scored: each has logits over the whole vocabulary."""
 
 MOST_ROWS_KEPT = 16
+
+Fetch = Callable[..., list[list[Any]]]
+"""Device arrays -> as lists, once the device has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,18 @@ class ScoreFlight:
     count: int
 
 
+@dataclasses.dataclass(frozen=True)
+class VerifyFlight:
+    """Tokens of a verify step on their way: row i of `verdict` and `drafted` is for `handles[i]`."""
+
+    verdict: Verdict
+    drafted: jax.Array
+    handles: tuple[Handle, ...]
+
+
+AnyFlight = Flight | ScoreFlight | VerifyFlight
+
+
 class Launcher:
     """What of an engine lives on the device, beside the pool.
 
@@ -54,14 +71,14 @@ class Launcher:
     def __init__(self, params: Params, pool: StatePool):
         self.params, self.pool, config = params, pool, pool.config
         self.slate = new_slate(config)
-        self.row_buckets = row_buckets(config.max_requests)
+        self.row_buckets = row_buckets(pool.requests.most)
         self.token_buckets = token_buckets(config.prefill_tokens)
         self.score_rows = min(SCORE_ROWS, config.prefill_tokens)
-        self.pieces = min(PIECES, config.max_requests)
-        self.flights: list[Flight | ScoreFlight] = []
+        self.pieces = min(PIECES, pool.requests.most)
+        self.flights: list[AnyFlight] = []
         self._rows: dict[tuple[int, ...], jax.Array] = {}
 
-    def take(self) -> list[Flight | ScoreFlight]:
+    def take(self) -> list[AnyFlight]:
         """The flights, which are the caller's now."""
         taken, self.flights = self.flights, []
         return taken
@@ -88,18 +105,38 @@ class Launcher:
         tokens = np.zeros(rows, np.int32)
         tokens[: len(ids)] = ids
         batch = _batch(tokens, plan.rows(rows), last)
+        writes = plan.writes.items()
+        behind = {r: handles[r].to_read[end] if end < len(handles[r].to_read) else None for r, (_, end) in writes}
         if scored is None:
-            logits = self.pool.run(plan, lambda state: programs.run_prefill(self.params, state, batch))
+            logits = self.pool.run(plan, lambda state: self._prefill(state, batch, behind))
         else:
             ((_, end),) = plan.writes.values()
             targets = np.zeros(rows, np.int32)
             following = [*scored.to_read[end - len(ids) + 1 : end + 1], scored.followed_by or 0]
             targets[: len(ids)] = following[: len(ids)]
-            logits, logprobs = self.pool.run(plan, lambda state: programs.run_score(self.params, state, batch, targets))
+            logits, logprobs = self.pool.run(plan, lambda state: self._score(state, batch, targets, behind))
             logprobs.copy_to_host_async()
             self.flights.append(ScoreFlight(logprobs, scored, len(ids)))
-        complete = [r if end == len(handles[r].to_read) else None for r, (_, end) in plan.writes.items()]
-        self._draw(logits, complete, handles, self.pieces)
+        self._draw(logits, [r if token is None else None for r, token in behind.items()], handles, self.pieces)
+
+    def _prefill(self, state: State, batch: Batch, behind: Mapping[int, int | None]) -> tuple[jax.Array, State]:
+        """The program that reads a window. behind: by request, in order, the token behind its piece; None where what it
+        must read ends."""
+        return programs.run_prefill(self.params, state, batch)
+
+    def _score(
+        self, state: State, batch: Batch, targets: np.ndarray, behind: Mapping[int, int | None]
+    ) -> tuple[tuple[jax.Array, jax.Array], State]:
+        """The program that reads one and scores its tokens."""
+        return programs.run_score(self.params, state, batch, targets)
+
+    def plan(self, requests: Sequence[int], handles: Mapping[int, Handle]) -> list[Plan]:
+        """The next decode steps of requests. Errors as in `StatePool.plan_walk`."""
+        most = self.row_buckets[-1]
+        return [self.pool.plan_decode(requests[at : at + most]) for at in range(0, len(requests), most)]
+
+    def settle(self, fetch: Fetch) -> None:
+        """Waits for what the next plan depends on: nothing, as a decode step gives one token."""
 
     def decode(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
         """One token of each of the plan's requests."""
@@ -141,13 +178,16 @@ class Launcher:
 
     def warming(self) -> Iterator[Callable[[], Any]]:
         """Calls that together compile everything that serving can need; they change nothing."""
+        yield from self._warm_reading()
+        for rows in sorted({*self.row_buckets, self.pieces}):
+            yield lambda rows=rows: self._warm_decode(rows)
+
+    def _warm_reading(self) -> Iterator[Callable[[], Any]]:
         yield self.pool.warm_up
         yield self._warm_admission
         for rows in self.token_buckets:
             yield lambda rows=rows: self._warm_window(rows)
         yield self._warm_score
-        for rows in sorted({*self.row_buckets, self.pieces}):
-            yield lambda rows=rows: self._warm_decode(rows)
 
     def _warm_admission(self) -> None:
         vocab, nobody = self.pool.config.vocab_size, np.int32(0)
@@ -158,18 +198,20 @@ class Launcher:
     def _padding(self, rows: int) -> Batch:
         return _batch(np.zeros(rows, np.int32), np.full(rows, -1, np.int32), np.zeros(self.pieces, np.int32))
 
-    def _warm_window(self, rows: int) -> None:
+    def _warm_window(self, rows: int) -> jax.Array:
         batch = self._padding(rows)
-        self.pool.run((), lambda state: programs.run_prefill(self.params, state, batch))
+        return self.pool.run((), lambda state: self._prefill(state, batch, {}))
 
     def _warm_score(self) -> None:
         batch, targets = self._padding(self.score_rows), np.zeros(self.score_rows, np.int32)
-
-        self.pool.run((), lambda state: programs.run_score(self.params, state, batch, targets))
+        self.pool.run((), lambda state: self._score(state, batch, targets, {}))
 
     def _warm_decode(self, rows: int) -> None:
         nobody, token = self._on_device([-1] * rows), self.slate.token
-        logits = self.pool.run((), lambda state: programs.run_decode(self.params, state, token, nobody))
+        self._warm_draw(self.pool.run((), lambda state: programs.run_decode(self.params, state, token, nobody)))
+
+    def _warm_draw(self, logits: jax.Array) -> None:
+        nobody = self._on_device([-1] * logits.shape[0])
         for mode in MODES:
             self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode)
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdnjax.config import Config
-from gdnjax.generation.loop import NOT_FINITE, NOTHING, Emission
+from gdnjax.generation.accept import NOT_FINITE, NOTHING
+from gdnjax.generation.loop import Emission
 from gdnjax.generation.sampling import Sampler, SamplingParams, penalize, sample
 from gdnjax.model.step import decode_and_commit, prefill
 from gdnjax.state.batch import Batch
@@ -117,18 +118,10 @@ def score(params: Params, state: State, batch: Batch, targets: jax.Array) -> tup
     return (logits[batch.logits_rows], chosen - jax.nn.logsumexp(logits, axis=-1)), state
 
 
-def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tuple[Slate, Emission]:
-    """Samples the next token of each row's request, and notes it in the slate.
-
-    Args:
-        slate: donate it.
-        logits: `[R, V]` float32.
-        request: `[R]` int32; rows with -1 emit `NOTHING`.
-        mode: `mode_of` the rows' requests.
-    """
-    live, number = request >= 0, jnp.maximum(request, 0)
+def sampler_of(slate: Slate, number: jax.Array, mode: Mode) -> Sampler:
+    """The sampler of requests `[R]`; `mode` is theirs."""
     numbers, counts = slate.numbers[number], slate.counts[number]
-    sampler = Sampler(
+    return Sampler(
         temperature=numbers[:, 0],
         top_p=numbers[:, 1],
         min_p=numbers[:, 2],
@@ -141,6 +134,19 @@ def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tup
         penalized=mode == "penalized",
         candidates=TOP if mode == "top" else 0,
     )
+
+
+def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tuple[Slate, Emission]:
+    """Samples the next token of each row's request, and notes it in the slate.
+
+    Args:
+        slate: donate it.
+        logits: `[R, V]` float32.
+        request: `[R]` int32; rows with -1 emit `NOTHING`.
+        mode: `mode_of` the rows' requests.
+    """
+    live, number = request >= 0, jnp.maximum(request, 0)
+    sampler = sampler_of(slate, number, mode)
     raw = logits
     if sampler.penalized:
         logits = penalize(logits, sampler, slate.in_prompt[number], slate.in_output[number])

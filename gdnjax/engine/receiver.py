@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from gdnjax.engine.handle import FinishReason, Handle
-from gdnjax.engine.launcher import Flight, ScoreFlight
-from gdnjax.generation.loop import NOT_FINITE
+from gdnjax.engine.launcher import AnyFlight, Flight, ScoreFlight, VerifyFlight
+from gdnjax.generation.accept import NOT_FINITE, NOTHING
 
 Finish = Callable[[Handle, FinishReason], None]
 FLOOD, FLOOD_LOGPROB = 32, math.log(0.5)
@@ -35,7 +35,7 @@ class Receiver:
         self._counters = counters
         self.seconds_waiting = 0.0
 
-    def receive(self, flights: Sequence[Flight | ScoreFlight], finish: Finish) -> list[int]:
+    def receive(self, flights: Sequence[AnyFlight], finish: Finish) -> list[int]:
         """Takes what flights bring, in order.
 
         Args:
@@ -49,6 +49,8 @@ class Receiver:
         for flight in flights:
             if isinstance(flight, ScoreFlight):
                 self._scores(flight)
+            elif isinstance(flight, VerifyFlight):
+                broken += self._verified(flight, finish)
             else:
                 broken += self._tokens(flight, finish)
         return broken
@@ -57,13 +59,13 @@ class Receiver:
         handle = flight.handle
         # Behind the prompt's last token there is nothing to score, unless the caller has said what.
         most = len(handle.prompt) - (handle.followed_by is None)
-        (scores,) = self._fetch(flight.logprobs)
+        (scores,) = self.fetch(flight.logprobs)
         handle.prompt_logprobs += scores[: flight.count]
         del handle.prompt_logprobs[most:]
 
     def _tokens(self, flight: Flight, finish: Finish) -> list[int]:
         broken: list[int] = []
-        tokens, logprobs = self._fetch(flight.emission.token, flight.emission.logprob)
+        tokens, logprobs = self.fetch(flight.emission.token, flight.emission.logprob)
         received = 0
         for handle, token, logprob in zip(flight.handles, tokens, logprobs, strict=False):
             if handle is None or handle.finish_reason is not None:
@@ -72,20 +74,46 @@ class Receiver:
                 finish(handle, "error")
                 broken.append(handle.number)
                 continue
-            handle.logprobs.append(logprob)
-            handle.tokens.append(token)
             received += 1
-            more = handle.collector.push(token, logprob)
-            handle.zeros = handle.zeros + 1 if token == 0 and logprob < FLOOD_LOGPROB else 0
-            if handle.zeros >= FLOOD:
-                finish(handle, "error")
-            elif not more or len(handle.tokens) == handle.max_new_tokens:
-                finish(handle, "length" if more else "stop")
+            self._take(handle, token, logprob, finish)
         self._counters["generated_tokens"] += received
         return broken
 
-    def _fetch(self, *arrays: jax.Array) -> list[list[Any]]:
-        """Arrays of one axis as lists, once the device has them."""
+    def _verified(self, flight: VerifyFlight, finish: Finish) -> list[int]:
+        broken: list[int] = []
+        rows = self.fetch(flight.verdict.token, flight.verdict.logprob, flight.drafted)
+        for handle, tokens, logprobs, drafted in zip(flight.handles, *rows, strict=False):
+            if handle.finish_reason is not None:
+                continue
+            received = 0
+            for token, logprob in zip(tokens, logprobs, strict=True):
+                # A stop may stand inside of what was accepted: what is behind it was never emitted.
+                if token == NOTHING or handle.finish_reason is not None:
+                    break
+                if token == NOT_FINITE:
+                    finish(handle, "error")
+                    broken.append(handle.number)
+                    break
+                received += 1
+                self._take(handle, token, logprob, finish)
+            self._counters["generated_tokens"] += received
+            self._counters["drafted_tokens"] += drafted
+            self._counters["accepted_tokens"] += max(0, received - 1)
+        return broken
+
+    def _take(self, handle: Handle, token: int, logprob: float, finish: Finish) -> None:
+        """One more token of a request, which may end it."""
+        handle.logprobs.append(logprob)
+        handle.tokens.append(token)
+        more = handle.collector.push(token, logprob)
+        handle.zeros = handle.zeros + 1 if token == 0 and logprob < FLOOD_LOGPROB else 0
+        if handle.zeros >= FLOOD:
+            finish(handle, "error")
+        elif not more or len(handle.tokens) == handle.max_new_tokens:
+            finish(handle, "length" if more else "stop")
+
+    def fetch(self, *arrays: jax.Array) -> list[list[Any]]:
+        """Arrays as lists, once the device has them."""
         start = time.perf_counter()
         fetched = [np.asarray(array) for array in arrays]
         self.seconds_waiting += time.perf_counter() - start

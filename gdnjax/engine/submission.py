@@ -9,7 +9,8 @@ from gdnjax.config import Config
 from gdnjax.engine.handle import Handle, Piece
 from gdnjax.engine.programs import mode_of
 from gdnjax.generation.collect import Collector
-from gdnjax.generation.generate import Request, check_requests
+from gdnjax.generation.drafting import Source
+from gdnjax.generation.generate import Request, check_requests, check_speculation, speculating_config
 from gdnjax.generation.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,6 +45,20 @@ def make_handle(
     handle = Handle(tuple(prompt), most, sampling, mode_of(sampling), collector, text=None if tokenizer is None else "")
     collector.listen(lambda _, tokens, text: _hear(handle, tokens, text))
     return handle
+
+
+def speculation_of(config: Config, speculate: int | None, drafts: Source | None) -> tuple[Config, Source | None]:
+    """An engine's config with what speculation takes, and where its drafts come from: None without speculation.
+
+    Arguments and errors as in `Engine`.
+    """
+    source: Source = drafts or ("mtp" if config.mtp_num_hidden_layers else "ngram")
+    (most,) = check_speculation(config, [Request([], 1, SamplingParams(), speculate)], source)
+    if most:
+        return speculating_config(config, most, source), source
+    if drafts is not None:
+        raise ValueError(f"drafts = {drafts!r} with speculate = 0; give their number, speculate = 1 to 7")
+    return speculating_config(config, 0, source) if config.speculate else config, None
 
 
 def _hear(handle: Handle, tokens: list[int], text: str) -> None:

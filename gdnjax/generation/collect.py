@@ -24,6 +24,9 @@ class GenerationResult:
     * `logprobs`: log-probability of each token under the model itself (before penalties, temperature
       and truncation); None unless asked for.
     * `prompt_tokens`: number of prompt ids.
+    * `steps`: steps of the model behind the prompt, which itself gives the first token.
+    * `drafted`, `accepted`: drafts that those steps verified, and those among them that became tokens. Each step gives
+      one token more: there are 1 + steps + accepted.
     """
 
     tokens: list[int]
@@ -31,6 +34,14 @@ class GenerationResult:
     finish_reason: str
     logprobs: list[float] | None
     prompt_tokens: int
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens that a step gave on average: 1 without speculation. None where no step ran."""
+        return 1 + self.accepted / self.steps if self.steps else None
 
 
 class Collector:
@@ -52,6 +63,7 @@ class Collector:
         self._sent = 0
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._steps = self._drafted = self._accepted = 0
         self.finish_reason: str | None = None
 
     def listen(self, callback: StreamCallback) -> None:
@@ -59,9 +71,30 @@ class Collector:
         self._callback = callback
 
     def push(self, token: int, logprob: float) -> bool:
-        """Adds a token; False once the request has ended (later tokens are ignored)."""
+        """Adds the token of a step; False once the request has ended (later tokens are ignored)."""
+        return self.push_step([token], [logprob])
+
+    def push_step(self, tokens: Sequence[int], logprobs: Sequence[float], drafted: int = 0) -> bool:
+        """Adds the tokens of a step, at least one, as far as the request goes on; False once it has ended.
+
+        The very first is the prompt's, and no step's. `drafted`: drafts that the step has verified.
+        """
         if self.finish_reason is not None:
             return False
+        before = len(self._tokens)
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self._add(token, logprob)
+            if self.finish_reason is not None:
+                break
+        new = self._tokens[before:]
+        self._steps += before > 0
+        self._drafted += drafted
+        self._accepted += len(new) - 1
+        if self._callback is not None:
+            self._callback(self._index, new, self._release())
+        return self.finish_reason is None
+
+    def _add(self, token: int, logprob: float) -> None:
         self._tokens.append(token)
         self._logprobs.append(logprob)
         if token in self._stop_ids:
@@ -70,9 +103,6 @@ class Collector:
         elif self._stream is not None:
             self._text += self._stream.push([token])
             self._cut_at_stop()
-        if self._callback is not None:
-            self._callback(self._index, [token], self._release())
-        return self.finish_reason is None
 
     def _close(self) -> None:
         if self._stream is not None:
@@ -110,4 +140,7 @@ class Collector:
             finish_reason=self.finish_reason,
             logprobs=self._logprobs if logprobs else None,
             prompt_tokens=self._prompt_tokens,
+            steps=self._steps,
+            drafted=self._drafted,
+            accepted=self._accepted,
         )

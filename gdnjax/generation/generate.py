@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gdnjax.config import Config
+from gdnjax.config.schema import MOST_DRAFTS
+from gdnjax.diagnosis.watch import Watch
+from gdnjax.generation.accept import NOT_FINITE, NOTHING
 from gdnjax.generation.collect import Collector, GenerationResult, StreamCallback
-from gdnjax.generation.loop import (
-    NOT_FINITE,
-    NOTHING,
-    Decoding,
-    Loop,
-    PythonLoop,
-    device_loop,
-    jitted_emit,
-    make_decoding,
-)
+from gdnjax.generation.drafting import PROPOSE, Source
+from gdnjax.generation.loop import Emission, Loop, PythonLoop, device_loop, jitted_emit, jitted_step, make_decoding
+from gdnjax.generation.prompts import prefill_prompts
 from gdnjax.generation.sampling import SamplingParams, make_sampler
-from gdnjax.model.step import prefill
-from gdnjax.state.batch import Batch, check_ids, prefill_batch, row_bucket
-from gdnjax.state.pytree import State, init_state
+from gdnjax.generation.speculation import Verified, make_speculation, python_step, speculative_device_loop
+from gdnjax.state.batch import check_ids, row_bucket
+from gdnjax.state.pytree import init_state
 from gdnjax.weights.declaration import Params
 
 if TYPE_CHECKING:
     from gdnjax.tokenizer import Tokenizer
 
-jitted_prefill = jax.jit(prefill, donate_argnames="state")
-
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt and how it is continued."""
+    """One prompt and how it is continued. `speculate`: most drafts a step; None takes the config's."""
 
     prompt: list[int]
     max_new_tokens: int
     sampling: SamplingParams
+    speculate: int | None = None
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -58,6 +53,8 @@ def generate(
     callback: StreamCallback | None = None,
     logprobs: bool = False,
     loop: Loop = "device",
+    drafts: Source = "mtp",
+    adaptive: bool = False,
 ) -> list[GenerationResult]:
     """Continues every request, all in one batch.
 
@@ -68,15 +65,19 @@ def generate(
         tokenizer: needed for text, stop strings and streamed text.
         stop_ids: ids that end a request; empty never stops early.
         stop: strings that end a request; the text is cut before them.
-        callback: called for every new token as it comes (Python loop).
+        callback: called with what each step brings (Python loop).
         logprobs: whether results carry log-probabilities.
         loop: `device` or `python`; stop strings and a callback need the host, so they take `python`.
+        drafts: where drafts come from if a request speculates: `mtp` (the draft head) or `ngram` (the text so far).
+        adaptive: whether requests draft less where little is accepted (`gdnjax.generation.adapt`).
 
     Raises:
-        ValueError: no or too many requests, an empty or too long prompt, ids outside the vocabulary.
+        ValueError: no or too many requests, an empty or too long prompt, ids outside the vocabulary, a number of
+            drafts over 7, or drafts of a head that the model does not have.
         NonFiniteLogitsError: the model produced NaN or infinity.
     """
     limits = check_requests(config, requests, stop_ids)
+    counts = check_speculation(config, requests, drafts)
     if loop not in get_args(Loop):
         raise ValueError(f"loop = {loop!r}; it takes {' or '.join(get_args(Loop)[::-1])}")
     if stop and tokenizer is None:
@@ -84,51 +85,62 @@ def generate(
     if not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop = {list(stop)!r}; it takes strings of at least one character")
     prompts = [request.prompt for request in requests]
-    working = working_config(config, prompts, limits)
-    state = init_state(working, [len(p) + n for p, n in zip(prompts, limits, strict=True)])
-    sampler = make_sampler([request.sampling for request in requests], working.max_requests)
-    decoding = make_decoding(state, sampler, limits, stop_ids, prompts)
-    collectors = [Collector(i, len(p), tokenizer, stop_ids, stop, callback) for i, p in enumerate(prompts)]
+    watch = Watch(speculating_config(working_config(config, prompts, limits), max(counts), drafts))
+    collectors = {
+        watch.every * i: Collector(i, len(p), tokenizer, stop_ids, stop, callback) for i, p in enumerate(prompts)
+    }
+    prompts, limits, counts = watch.spread(prompts, []), watch.spread(limits, 0), watch.spread(counts, 0)
+    samplings = watch.spread([request.sampling for request in requests], SamplingParams())
+    state = watch.begin(init_state(watch.config, [len(p) + n for p, n in zip(prompts, limits, strict=True)]))
+    decoding = make_decoding(state, make_sampler(samplings, watch.config.max_requests), limits, stop_ids, prompts)
 
-    state, logits = prefill_prompts(params, decoding.state, prompts)
+    state, logits, hidden = prefill_prompts(params, decoding.state, prompts, watch)
     decoding, first = jitted_emit(dataclasses.replace(decoding, state=state), logits)
-    _collect(collectors, np.asarray(first.token), np.asarray(first.logprob))
+    _collect(collectors, jax.tree.map(np.asarray, first))
 
-    if loop == "python" or stop or callback is not None:
-        _python(params, decoding, collectors)
+    step: Any = jitted_step
+    run: Any = device_loop
+    if watch.config.speculate:
+        decoding = make_speculation(decoding, counts, drafts, prompts, hidden, adaptive)
+        step = functools.partial(python_step, propose=PROPOSE[drafts])
+        run = functools.partial(speculative_device_loop, propose=PROPOSE[drafts])
+    if loop == "python" or stop or callback is not None or watch.on:
+        _python(PythonLoop(params, decoding, step, watch), collectors)
     elif max(limits) > 1:
         # A power of two, so that another max_new_tokens rarely compiles another loop.
-        _, emissions = device_loop(params, decoding, row_bucket(max(limits) - 1))
-        tokens, values = np.asarray(emissions.token), np.asarray(emissions.logprob)
-        for token, value in zip(tokens, values, strict=True):
-            _collect(collectors, token, value)
-    return [collector.result(logprobs) for collector in collectors]
+        _, emissions = run(params, decoding, steps=row_bucket(max(limits) - 1))
+        emissions = jax.tree.map(np.asarray, emissions)
+        for number in range(len(emissions.token)):
+            _collect(collectors, jax.tree.map(lambda x, number=number: x[number], emissions))
+    return [collector.result(logprobs) for collector in collectors.values()]
 
 
-def _python(params: Params, decoding: Decoding, collectors: list[Collector]) -> None:
-    driver = PythonLoop(params, decoding)
-    for row, collector in enumerate(collectors):
+def _python(driver: PythonLoop, collectors: Mapping[int, Collector]) -> None:
+    for row, collector in collectors.items():
         if collector.finish_reason is not None:
             driver.stop(row)
-    if all(collector.finish_reason is not None for collector in collectors):
+    if all(collector.finish_reason is not None for collector in collectors.values()):
         return
-    for tokens, values in driver:
-        for row in _collect(collectors, tokens, values):
+    for emission in driver:
+        for row in _collect(collectors, emission):
             driver.stop(row)
 
 
-def _collect(collectors: list[Collector], tokens: np.ndarray, values: np.ndarray) -> list[int]:
-    """Hands a step's emissions to the collectors; returns the rows that ended."""
+def _collect(collectors: Mapping[int, Collector], emission: Emission) -> list[int]:
+    """Hands a step's emissions to the collectors of their rows; returns the rows that ended."""
+    rows = len(emission.token)
+    tokens, logprobs = emission.token.reshape(rows, -1).tolist(), emission.logprob.reshape(rows, -1).tolist()
+    drafted = emission.drafted.tolist() if isinstance(emission, Verified) else [0] * rows
     ended = []
-    for row, collector in enumerate(collectors):
-        token = int(tokens[row])
-        if token == NOTHING or collector.finish_reason is not None:
+    for index, (row, collector) in enumerate(collectors.items()):
+        count = sum(token != NOTHING for token in tokens[row])
+        if count == 0 or collector.finish_reason is not None:
             continue
-        if token == NOT_FINITE:
+        if NOT_FINITE in tokens[row]:
             raise NonFiniteLogitsError(
-                f"prompt {row}: the logits are NaN or infinite; check the weights, or load them with dtype='float32'"
+                f"prompt {index}: the logits are NaN or infinite; check the weights, or load them with dtype='float32'"
             )
-        if not collector.push(token, float(values[row])):
+        if not collector.push_step(tokens[row][:count], logprobs[row][:count], drafted[row]):
             ended.append(row)
     return ended
 
@@ -168,6 +180,30 @@ def check_requests(config: Config, requests: Sequence[Request], stop_ids: Sequen
     return limits
 
 
+def check_speculation(config: Config, requests: Sequence[Request], drafts: Source) -> list[int]:
+    """Refuses drafts that cannot be made; returns how many each request takes a step."""
+    if drafts not in get_args(Source):
+        raise ValueError(f"drafts = {drafts!r}; it takes {' or '.join(get_args(Source))}")
+    counts = []
+    for request in requests:
+        count = config.speculate if request.speculate is None else request.speculate
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= MOST_DRAFTS:
+            raise ValueError(f"speculate = {count!r}; it takes an integer from 0 (plain decoding) to {MOST_DRAFTS}")
+        counts.append(int(count))
+    if any(counts) and drafts == "mtp" and config.mtp_num_hidden_layers == 0:
+        raise ValueError(
+            f"speculate = {max(counts)} with drafts = 'mtp', and this model has no draft head (mtp_num_hidden_layers = "
+            "0); take drafts = 'ngram' (--drafts ngram), which needs none, or a checkpoint with mtp.* tensors"
+        )
+    return counts
+
+
+def speculating_config(config: Config, most: int, drafts: Source) -> Config:
+    """The config of a state for steps of at most `most` drafts."""
+    form = config.speculative_state if most else "record"
+    return config.replace(speculate=most, speculative_state=form, draft_kv=most > 0 and drafts == "mtp")
+
+
 def working_config(config: Config, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> Config:
     """The config of a state that is just large enough, in sizes that repeat: powers of two."""
     longest = max(len(p) + n for p, n in zip(prompts, limits, strict=True))
@@ -176,50 +212,3 @@ def working_config(config: Config, prompts: Sequence[Sequence[int]], limits: Seq
     fits = rows * -(-length // config.page_size) * config.page_size
     kv_tokens = None if config.kv_tokens is None else min(config.kv_tokens, fits)
     return config.replace(max_requests=rows, max_length=length, kv_tokens=kv_tokens)
-
-
-def prefill_prompts(params: Params, state: State, prompts: Sequence[Sequence[int]]) -> tuple[State, jax.Array]:
-    """Runs all prompts in windows of at most `prefill_tokens` rows; request i takes prompt i.
-
-    Returns:
-        The state, and logits `[max_requests, V]` float32 of every prompt's last token.
-    """
-    config = state.config
-    logits: jax.Array | None = None
-    for pieces, complete in windows(prompts, config.prefill_tokens):
-        batch = prefill_batch(config, pieces)
-        new, state = jitted_prefill(params, state, Batch(batch.tokens, batch.request, batch.logits_rows))
-        if logits is None:
-            logits = new
-        else:
-            mask = np.isin(np.arange(config.max_requests), complete)
-            logits = jnp.where(jnp.asarray(mask)[:, None], new, logits)
-    assert logits is not None
-    return state, logits
-
-
-def windows(prompts: Sequence[Sequence[int]], size: int) -> list[tuple[dict[int, Sequence[int]], list[int]]]:
-    """Cuts prompts into windows of at most `size` tokens, in order.
-
-    Returns:
-        For each window the pieces by request, and the requests whose last token is in it.
-    """
-    plan: list[tuple[dict[int, Sequence[int]], list[int]]] = []
-    pieces: dict[int, Sequence[int]] = {}
-    complete: list[int] = []
-    room = size
-    for request, prompt in enumerate(prompts):
-        start = 0
-        while start < len(prompt):
-            piece = prompt[start : start + room]
-            pieces[request] = piece
-            start += len(piece)
-            room -= len(piece)
-            if start == len(prompt):
-                complete.append(request)
-            if room == 0:
-                plan.append((pieces, complete))
-                pieces, complete, room = {}, [], size
-    if pieces:
-        plan.append((pieces, complete))
-    return plan

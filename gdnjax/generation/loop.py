@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdnjax.generation.sampling import Sampler, penalize, sample
+from gdnjax.diagnosis.watch import Watch
+from gdnjax.generation.accept import NOTHING, Acceptance, accept
+from gdnjax.generation.sampling import Sampler
 from gdnjax.model.step import decode_and_commit
 from gdnjax.state.batch import Batch
 from gdnjax.state.pytree import State
 from gdnjax.weights.declaration import Params
 
 Loop = Literal["python", "device"]
-
-NOTHING = -1
-"""Emitted by a row that is padding or has finished."""
-NOT_FINITE = -2
-"""Emitted by a row whose logits are NaN or infinite; the host raises."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,28 +59,26 @@ class Emission:
     logprob: jax.Array
 
 
+D = TypeVar("D", bound=Decoding)
+
+
 def emit(decoding: Decoding, logits: jax.Array) -> tuple[Decoding, Emission]:
     """Samples from logits `[R, V]`, and retires rows that stop. Rows that are not live emit nothing."""
     d = decoding
-    raw = logits
-    if d.sampler.penalized:
-        assert d.in_prompt is not None and d.counts is not None
-        logits = penalize(logits, d.sampler, d.in_prompt, d.counts)
-    token = sample(logits, d.sampler, d.emitted)
-    chosen = jnp.take_along_axis(raw, token[:, None], axis=-1)[:, 0]
-    logprob = chosen - jax.nn.logsumexp(raw, axis=-1)
-    emitted = d.emitted + d.live
-    stopped = emitted >= d.limit
-    for column in range(d.stop_ids.shape[1]):  # few: unrolled they are no launch of their own, as `any` would be
-        stopped |= token == d.stop_ids[:, column]
-    finite = jnp.isfinite(logprob)
-    out = jnp.where(d.live, jnp.where(finite, token, NOT_FINITE), NOTHING)
-    counts = d.counts
-    if counts is not None:
-        counts = counts.at[jnp.arange(token.shape[0]), token].add(d.live.astype(jnp.int32))
-    token = jnp.where(d.live, token, d.token)
-    live = d.live & ~stopped & finite
-    return dataclasses.replace(d, token=token, live=live, emitted=emitted, counts=counts), Emission(out, logprob)
+    drafts, count = jnp.zeros((logits.shape[0], 0), jnp.int32), jnp.ones(logits.shape[0], jnp.int32)
+    a = accept(logits[:, None], drafts, count, d.sampler, d.live, d.emitted, d.limit, d.stop_ids, d.in_prompt, d.counts)
+    return advanced(d, a), Emission(a.token[:, 0], a.logprob[:, 0])
+
+
+def advanced(decoding: D, a: Acceptance) -> D:
+    """The decoding after a step that emitted `a`."""
+    return dataclasses.replace(
+        decoding,
+        token=jnp.where(decoding.live, a.last, decoding.token),
+        live=a.live,
+        emitted=decoding.emitted + a.accepted,
+        counts=a.counts,
+    )
 
 
 def step(params: Params, decoding: Decoding) -> tuple[Decoding, Emission]:
@@ -124,16 +119,25 @@ def device_loop(params: Params, decoding: Decoding, steps: int) -> tuple[Decodin
     return decoding, emissions
 
 
-class PythonLoop:
+class PythonLoop(Generic[D]):
     """The Python loop. Iterating yields each step's emission as numpy arrays, one step behind the device.
 
     `stop(row)` retires a row from outside (a stop string); the step that is already running may still
-    emit for it. `decoding` holds the current state; nothing else may donate it.
+    emit for it. `decoding` holds the current state; nothing else may donate it. `step` is jitted, and emits for every
+    row one token or more while it is live. `watch` sees the state after every step.
     """
 
-    def __init__(self, params: Params, decoding: Decoding):
+    def __init__(
+        self,
+        params: Params,
+        decoding: D,
+        step: Callable[[Params, D], tuple[D, Emission]] = jitted_step,
+        watch: Watch | None = None,
+    ):
         self.params = params
         self.decoding = decoding
+        self.watch = watch
+        self._step = step
         self._retired = np.zeros(decoding.token.shape[0], bool)
         self._changed = False
 
@@ -141,7 +145,7 @@ class PythonLoop:
         self._retired[row] = True
         self._changed = True
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def __iter__(self) -> Iterator[Emission]:
         remaining = int(jnp.max(self.decoding.limit - self.decoding.emitted))
         behind: Emission | None = None
         for _ in range(remaining):
@@ -149,16 +153,20 @@ class PythonLoop:
                 live = self.decoding.live & ~jnp.asarray(self._retired)
                 self.decoding = dataclasses.replace(self.decoding, live=live)
                 self._changed = False
-            self.decoding, emission = jitted_step(self.params, self.decoding)
+            self.decoding, emission = self._step(self.params, self.decoding)
+            if self.watch is not None:
+                kind = "verify" if self.decoding.state.config.speculate else "decode"
+                self.watch.after_step(kind, self.decoding.state)
             if behind is not None:
                 # Waits for the step before, while the device already works on this one.
-                tokens, logprobs = np.asarray(behind.token), np.asarray(behind.logprob)
-                yield tokens, logprobs
-                if np.all((tokens == NOTHING) | self._retired):
+                arrays = jax.tree.map(np.asarray, behind)
+                yield arrays
+                silent = (arrays.token == NOTHING).reshape(self._retired.size, -1).all(axis=1)
+                if np.all(silent | self._retired):
                     return
             behind = emission
         if behind is not None:
-            yield np.asarray(behind.token), np.asarray(behind.logprob)
+            yield jax.tree.map(np.asarray, behind)
 
 
 def default_loop(platform: str) -> Loop:
@@ -173,7 +181,10 @@ def make_decoding(
     stop_ids: tuple[int, ...],
     prompts: list[list[int]],
 ) -> Decoding:
-    """The decoding of `len(prompts)` requests in a state whose `max_requests` is the number of rows."""
+    """The decoding of `len(prompts)` requests in a state whose `max_requests` is the number of rows.
+
+    limits: tokens that each may emit; 0 is a row that takes no part.
+    """
     rows, vocab = state.config.max_requests, state.config.vocab_size
     used = len(prompts)
     limit = np.zeros(rows, np.int32)
@@ -190,7 +201,7 @@ def make_decoding(
     return Decoding(
         state=state,
         token=jnp.zeros(rows, jnp.int32),
-        live=jnp.asarray(np.arange(rows) < used),
+        live=jnp.asarray(limit > 0),
         emitted=jnp.zeros(rows, jnp.int32),
         limit=jnp.asarray(limit),
         stop_ids=jnp.asarray(stops),

@@ -36,8 +36,7 @@ from pallas_kernels.causal_conv import causal_conv_decode, causal_conv_packed
 from pallas_kernels.columns import Columns
 from pallas_kernels.gated_delta_decode import gated_delta_decode
 from pallas_kernels.gated_delta_prefill import gated_delta_prefill
-from pallas_kernels.paged_attention import paged_attention_decode
-from pallas_kernels.paged_attention.reference import apply_gate, paged_attention_packed
+from pallas_kernels.paged_attention import paged_attention_decode, paged_attention_packed
 
 Qkv = jax.Array | Columns
 Convolve = Callable[[Qkv, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -249,8 +248,8 @@ def prefill_hidden(params: Params, state: State, batch: Batch) -> tuple[jax.Arra
         q, gate, keys, values = attention_prologue(
             projected, *norms, cos, sin, slot, keys, values, c.rms_norm_eps, c.kernels
         )
-        out = paged_attention_packed(q, keys, values, state.page_table, segments, c.page_size)
-        return attention_output(p, apply_gate(out, gate)), keys, values
+        gated = paged_attention_packed(q, keys, values, state.page_table, segments, c.page_size, gate, c.kernels)
+        return attention_output(p, gated), keys, values
 
     hidden, state = run_over_state(params, state, batch.tokens, convolve, rule, attend)
     return hidden, dataclasses.replace(state, position=state.position + segments.length)

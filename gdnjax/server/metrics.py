@@ -20,6 +20,8 @@ _COUNTERS = {
     "prefill_tokens": "Prompt tokens read, those read again after a preemption included",
     "generated_tokens": "Tokens generated",
     "decode_steps": "Decode steps",
+    "drafted_tokens": "Drafts that decode steps verified",
+    "accepted_tokens": "Drafts that became tokens",
     "preemptions": "Requests that were sent back to wait for KV pages",
     "prefix_hits": "Requests that resumed from a shared prefix",
     "prefix_tokens": "Prompt tokens that were not read, being a shared prefix",

@@ -110,13 +110,17 @@ def fork(state: State, source: jax.Array, target: jax.Array, pages: jax.Array) -
 def clear(state: State, request: jax.Array) -> State:
     """Zeroes all slots of a request and forgets its position, its pending step, its record and its pages."""
     zeros = lambda pool: jnp.zeros((state.config.step_slots, *pool.shape[1:]), pool.dtype)  # noqa: E731
-    recurrent = state.recurrent
-    for slot in (state.read_slot[request], state.write_slot[request]):
+    recurrent, read_slot = state.recurrent, state.read_slot
+    for slot in (read_slot[request], state.write_slot[request]):
         first = first_of_step(state.config, slot)
         recurrent = tuple(jax.lax.dynamic_update_slice_in_dim(p, zeros(p), first, 0) for p in recurrent)
+    if state.config.step_slots > 1:
+        # The first of them: whoever has not been told how many rows counted knows that one.
+        read_slot = read_slot.at[request].set(first_of_step(state.config, read_slot[request]))
     return dataclasses.replace(
         state,
         recurrent=recurrent,
+        read_slot=read_slot,
         position=state.position.at[request].set(0),
         pending=state.pending.at[request].set(0),
         page_table=state.page_table.at[request].set(0),

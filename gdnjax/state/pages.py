@@ -55,16 +55,17 @@ class Growth:
 
 
 class Pages:
-    """Pages 1 to `count` of `size` tokens each. Page 0 is reserved and never handed out.
+    """`count` pages of `size` tokens each, numbered 1, 1 + `every`, ... Page 0 is reserved and never handed out.
 
     `reclaim(n)`, set by the prefix cache, gives up cached pages until n more are free.
     """
 
-    def __init__(self, count: int, size: int):
+    def __init__(self, count: int, size: int, every: int = 1):
         self.count, self.size = count, size
+        self._numbers = range(1, 1 + count * every, every)
         self.reclaim: Callable[[int], None] = lambda _: None
-        self._free = list(range(count, 0, -1))
-        self._references = [0] * (count + 1)
+        self._free = list(reversed(self._numbers))
+        self._references = [0] * (count * every + 1)
         self._cached: set[int] = set()
         self._idle = 0
         self._held: dict[int, Holding] = {}
@@ -149,16 +150,22 @@ class Pages:
 
     # Steps
 
-    def prepare(self, writes: Mapping[int, tuple[int, int]]) -> Growth:
+    def prepare(self, writes: Mapping[int, tuple[int, int]], ahead: int = 0) -> Growth:
         """What must happen so that each request can write the positions [first, end).
 
         Changes nothing but the prefix cache, which may have to give up pages.
+
+        Args:
+            writes: by request.
+            ahead: a request that takes pages takes up to so many more of those it has been promised, if they are free:
+                growing is a call to the device, and so there are fewer.
 
         Raises:
             OutOfPages: more pages are needed than promised to these requests and available.
         """
         places: list[tuple[int, int, int]] = []  # request, place, page to copy or 0
         references = Counter[int]()
+        more: list[tuple[int, int, int]] = []
         unpromised = 0
         promises = Counter(h.copy_of for h in self._held.values() if h.copy_of)
         for request, (first, end) in writes.items():
@@ -177,8 +184,11 @@ class Pages:
                         unpromised += 1
             places += [(request, place, 0) for place in range(have, need)]
             unpromised += max(0, need - max(have, holding.reserved))
+            if need > have:
+                more += [(request, place, 0) for place in range(need, min(need + ahead, holding.reserved))]
         if unpromised:
             self._require(unpromised)
+        places += more[: max(0, self.free - len(places))]
         if len(places) > self.free:
             self.reclaim(len(places) - self.free)
         taken = self._free[len(self._free) - len(places) :][::-1]
@@ -256,10 +266,10 @@ class Pages:
         """Raises AssertionError where the bookkeeping contradicts itself."""
         found = Counter(page for holding in self._held.values() for page in holding.pages)
         found.update(self._cached)
-        for page in range(1, self.count + 1):
+        for page in self._numbers:
             assert found[page] == self._references[page], f"page {page}: {self._references[page]} references"
-        assert 0 not in found, "page 0 was handed out"
-        assert sorted(self._free) == [p for p in range(1, self.count + 1) if not found[p]], "free list"
+        assert found.keys() <= {*self._numbers}, "a page was handed out that is nobody's"
+        assert sorted(self._free) == [p for p in self._numbers if not found[p]], "free list"
         assert self._idle == sum(map(self._is_idle, self._cached)), "idle pages"
         assert self.available >= 0, f"{-self.available} more pages promised than there are"
         for request, holding in self._held.items():

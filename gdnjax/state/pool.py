@@ -28,12 +28,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from gdnjax.config import Config
+from gdnjax.diagnosis.watch import Watch
 from gdnjax.state import device as on_device
 from gdnjax.state.backend import Backend
 from gdnjax.state.pages import Growth, Pages
@@ -50,6 +51,9 @@ from pallas_kernels.debug import debug_level
 T = TypeVar("T")
 P = ParamSpec("P")
 
+PAGES_AHEAD = 3
+"""Promised KV pages that a request takes when it begins one: at 64 tokens a page it then grows every 256 tokens."""
+
 run_commit = jax.jit(commit, donate_argnames="state")
 run_commit_verified = jax.jit(commit_verified, donate_argnames="state")
 run_replay = jax.jit(replay, donate_argnames="state")
@@ -59,10 +63,12 @@ def _checked(method: Callable[Concatenate[StatePool, P], T]) -> Callable[Concate
     @functools.wraps(method)
     def wrapper(self: StatePool, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return method(self, *args, **kwargs)
+            out = method(self, *args, **kwargs)
         finally:
             if self.debug:
                 self.check()
+        self.watch.after_call(method.__name__, self._state)
+        return out
 
     return wrapper
 
@@ -78,6 +84,9 @@ def _undo(action: Callable[[], None]) -> Iterator[None]:
 
 class StatePool:
     """The live requests of one `State`.
+
+    With `GDNJAX_GUARD=1` the state, and with it `pool.config`, has guards between requests and between pages: see
+    `gdnjax.diagnosis.guard`. As many can be live as without.
 
     Args:
         config: sizes and limits.
@@ -100,20 +109,21 @@ class StatePool:
                 f"speculate = {config.speculate}, speculative_state = 'record', and no params; the pool takes the "
                 "weights that it replays records with"
             )
-        self.config = config
+        self.watch = Watch(config)
+        self.config = config = self.watch.config
         self._params = params
         self.debug = debug_level() > 0
-        self.requests = Requests(config)
-        self.pages = Pages(config.kv_pages, config.page_size)
+        self.requests = Requests(config, self.watch.every)
+        self.pages = Pages(config.kv_pages // self.watch.every, config.page_size, self.watch.every)
         places = on_device.snapshot_places(config)
         self.prefixes = PrefixCache(self.pages, places, config.prefix_interval)
-        self._state = init_state(config, lengths=(), device=device)
+        self._state = self.watch.begin(init_state(config, lengths=(), device=device))
         self._store = on_device.snapshot_store(config, places, device)
         # Most entries of the page table that one plan changes. A walk: pages begun, and a shared page a request. A
         # step: the pages that a request's rows lie in.
         walk = config.prefill_tokens // config.page_size + 2 * config.max_requests + 1
         step = config.max_requests * (1 + -(-config.speculate // config.page_size))
-        self._entries = max(walk, step)
+        self._entries = max(walk, step) + PAGES_AHEAD * config.max_requests
 
     # What there is
 
@@ -322,7 +332,7 @@ class StatePool:
                 f"a walk over {total} tokens; it takes at most prefill_tokens = {self.config.prefill_tokens}: cut it"
             )
         plan = self.requests.plan(counts, keep_in_place=True)
-        self._grow(self.pages.prepare(plan.writes))
+        self._grow(self.pages.prepare(plan.writes, PAGES_AHEAD))
         return plan
 
     @_checked
@@ -348,17 +358,23 @@ class StatePool:
         if self.pending:
             raise PoolError(f"the step of requests {list(self.pending)} is not committed; commit or discard it first")
         plan = self.requests.plan(counts, keep_in_place=False)
-        self._grow(self.pages.prepare(plan.writes))
+        self._grow(self.pages.prepare(plan.writes, PAGES_AHEAD))
         return plan
 
     @_checked
-    def run(self, plans: Plan | Sequence[Plan], step: Callable[[State], tuple[T, State]], commits: bool = False) -> T:
+    def run(
+        self,
+        plans: Plan | Sequence[Plan],
+        step: Callable[[State], tuple[T, State]],
+        commits: bool | Literal["some"] = False,
+    ) -> T:
         """Runs a step that does what the plans say: a walk, a decode or verify step, or one of each.
 
         Args:
             plans: plans that nothing has overtaken: no commit, reset or release of their requests since.
             step: takes the state, which it may donate, and returns something and the new state.
-            commits: whether the step also commits, on the device, all of its decode rows.
+            commits: whether the step also commits, on the device, all of its decode rows; or `some`, and
+                `commit(accepted, on_device=True)` tells later how many. Until then requests can be released and walk.
 
         Returns:
             What `step` returned beside the state. Nothing is fetched from the device.
@@ -369,9 +385,15 @@ class StatePool:
         plans = (plans,) if isinstance(plans, Plan) else tuple(plans)
         self.requests.check_plans(plans)
         out, self._state = step(self.state)
-        self.requests.ran(plans)
-        if commits:
+        self.requests.ran(plans, moved=commits == "some")
+        if commits is True:
             self.requests.commit()
+        if plans and self.watch.on:
+            kinds = ", ".join("prefill" if plan.keep_in_place else self._step_kind for plan in plans)
+            if self.pending:  # current once committed
+                self.watch.after_call(kinds, self._state)
+            else:
+                self.watch.after_step(kinds, self._state, self.requests.names)
         return out
 
     @_checked
@@ -394,7 +416,10 @@ class StatePool:
             self._state = run_commit_verified(self.state, counts)
         elif not on_device:
             self._state = run_commit(self.state)
+        ran = self.pending
         self.requests.commit(accepted)
+        if ran and self.watch.on:
+            self.watch.after_step(self._step_kind, self._state, self.requests.names)
 
     @_checked
     def discard(self) -> None:
@@ -441,6 +466,10 @@ class StatePool:
         row = np.zeros(self.config.pages_per_request, np.int32)
         row[: len(pages)] = pages
         return row
+
+    @property
+    def _step_kind(self) -> str:
+        return "verify" if self.config.speculate else "decode"
 
     def _pages_of(self, request: int) -> tuple[int, ...]:
         # A plan may have taken a page more than the state fills.

@@ -27,6 +27,7 @@ class Live:
     * `epoch` tells it from others that have had its number, and from itself before a reset.
     * `pending`: rows of its step that has run and is neither committed nor discarded.
     * `lag`: tokens of `position` that its record holds and its slot does not.
+    * `moved`: the device has committed the pending step, with a count that is not known here yet.
     """
 
     epoch: int
@@ -34,6 +35,7 @@ class Live:
     position: int = 0
     pending: int = 0
     lag: int = 0
+    moved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +76,13 @@ class Plan:
 
 
 class Requests:
-    """Numbers 0 to `max_requests` - 1 and what is live under them. Every method changes all or nothing."""
+    """Numbers 0 to `max_requests` - 1, or every `every`-th of them, and what is live under them. Every method changes
+    all or nothing."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, every: int = 1):
         self.config = config
-        self._free = list(range(config.max_requests - 1, -1, -1))
+        self._numbers = range(0, config.max_requests, every)
+        self._free = list(reversed(self._numbers))
         self._live: dict[int, Live] = {}
         self._epochs = 0
         # By number, live or not: the device's vectors keep their last order too.
@@ -93,6 +97,16 @@ class Requests:
     def free(self) -> int:
         """How many more could be live."""
         return len(self._free)
+
+    @property
+    def most(self) -> int:
+        """How many can be live at once."""
+        return len(self._numbers)
+
+    @property
+    def names(self) -> dict[int, int]:
+        """Live request -> how many were admitted or restarted before it: unlike a number, never anybody else's."""
+        return {number: one.epoch - 1 for number, one in self._live.items()}
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -110,9 +124,15 @@ class Requests:
         """A request whose current state is still there.
 
         Raises:
-            PoolError: not live, or a step of its that is not committed has updated its state in place.
+            PoolError: not live, or a step of its that is not committed has updated its state in place, or was
+                committed on the device.
         """
         one = self.get(request)
+        if one.moved:
+            raise PoolError(
+                f"request {request} has a step that the device has committed; tell how many rows it took with "
+                "commit(accepted, on_device=True) first"
+            )
         if one.pending and self.config.state_layout == "in_place":
             raise PoolError(
                 f"request {request} has a step that is not committed and has updated its state in place; commit it "
@@ -125,9 +145,7 @@ class Requests:
     def next(self) -> int:
         """The number that `admit` would give. Raises PoolFull if there is none."""
         if not self._free:
-            raise PoolFull(
-                f"all max_requests = {self.config.max_requests} requests are live; wait for one to end, or raise it"
-            )
+            raise PoolFull(f"all max_requests = {self.most} requests are live; wait for one to end, or raise it")
         return self._free[-1]
 
     def admit(self, request: int, limit: int, position: int) -> int:
@@ -139,13 +157,26 @@ class Requests:
 
     def restart(self, request: int) -> None:
         """Takes a request back to no tokens."""
+        limit = self.get(request).limit
+        self._cleared(request)
         self._epochs += 1
-        self._live[request] = Live(self._epochs, self.get(request).limit)
+        self._live[request] = Live(self._epochs, limit)
 
     def end(self, request: int) -> None:
         """Frees a number."""
+        self._cleared(request)
         del self._live[request]
         self._free.append(request)
+
+    def _cleared(self, request: int) -> None:
+        # As `clear` leaves the device's slots: behind a step that it has committed, they have changed places.
+        if self.get(request).moved:
+            self._change_places(request)
+        self.read[request] = first_of_step(self.config, self.read[request])
+
+    def _change_places(self, request: int) -> None:
+        free = first_of_step(self.config, self.read[request])
+        self.read[request], self.write[request] = self.write[request], free
 
     # Steps
 
@@ -194,15 +225,15 @@ class Requests:
                 if one is None or (one.epoch, one.position, one.pending) != (epoch, position, 0):
                     raise PoolError(f"the plan is out of date for request {request}; plan again")
 
-    def ran(self, plans: Sequence[Plan]) -> None:
-        """The plans' step has run: walks are current, decode rows are pending."""
+    def ran(self, plans: Sequence[Plan], moved: bool = False) -> None:
+        """The plans' step has run: walks are current, decode rows are pending. `moved`: see `Live`."""
         for plan in plans:
             for request, count in zip(plan.requests, plan.counts, strict=True):
                 one = self._live[request]
                 if plan.keep_in_place:
                     one.position, one.lag = one.position + count, 0
                 else:
-                    one.pending = count
+                    one.pending, one.moved = count, moved
 
     def check_accepted(self, accepted: Mapping[int, int] | None) -> None:
         """Refuses counts that `commit` cannot take.
@@ -226,11 +257,10 @@ class Requests:
         for request, one in self._live.items():
             if one.pending:
                 count = one.pending if accepted is None else max(1, min(accepted[request], one.pending))
-                one.position, one.pending = one.position + count, 0
+                one.position, one.pending, one.moved = one.position + count, 0, False
                 one.lag = count if self.config.records else 0
-                free = first_of_step(self.config, self.read[request])
-                self.read[request] = self.write[request] + (count - 1 if several else 0)
-                self.write[request] = free
+                self._change_places(request)
+                self.read[request] += count - 1 if several else 0
 
     def discard(self) -> None:
         """Pending rows are dropped."""
@@ -240,7 +270,7 @@ class Requests:
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
         numbers = sorted([*self._live, *self._free])
-        assert numbers == list(range(self.config.max_requests)), f"numbers of requests: {numbers}"
+        assert numbers == list(self._numbers), f"numbers of requests: {numbers}"
         read, write = ([first_of_step(self.config, slot) for slot in slots] for slots in (self.read, self.write))
         assert write == self.write, "a step writes slots of one request"
         slots = read + write if self.config.state_layout == "twin" else read

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gated_delta_decode.qkv import QkvLayout
 from pallas_kernels.gated_delta_decode.reference import L2_EPS, gates
-from pallas_kernels.gated_delta_prefill.products import COLUMNS, ROWS, column_parts, product, stored_pieces
+from pallas_kernels.products import COLUMNS, ROWS, column_parts, product, stored_pieces
 from pallas_kernels.segments import CHUNK
 from pallas_kernels.triton_backend import load, store
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.columns import Columns
 from pallas_kernels.gated_delta_decode.qkv import QkvLayout, qkv_layout
 from pallas_kernels.gated_delta_prefill.build import BLOCK, FROM_START_K, FROM_START_Q, TO_END_K, build, solve
-from pallas_kernels.gated_delta_prefill.products import (
+from pallas_kernels.products import (
     COLUMNS,
     ROWS,
     column_parts,
@@ -26,7 +26,7 @@ from pallas_kernels.gated_delta_prefill.products import (
     product,
     split_product,
 )
-from pallas_kernels.segments import CHUNK, Segments
+from pallas_kernels.segments import CHUNK, Segments, chunk_table, owned_rows
 from pallas_kernels.triton_backend import Warps, device_kind, launch, load, store
 
 STRIP = 16
@@ -36,33 +36,12 @@ FIRST_CHUNK, START, LENGTH, POSITION, SLOT = range(5)
 """Columns of the table of segments."""
 
 
-def chunk_tables(segments: Segments, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Int32 tables of the chunks and of the segments. The same for all layers, so that a step makes them once.
-
-    Returns:
-        `[N, 2]`: first row and live rows of every chunk, in order of the segments; no live rows where there
-        is no such chunk. N is the most chunks that B segments of R rows together can have.
-        `[B, 5]`: number of the segment's first chunk, start, length, position, slot.
-    """
-    count = segments.length.shape[0]
-    bound = (rows + (CHUNK - 1) * min(rows, count)) // CHUNK
+def segment_table(segments: Segments) -> jax.Array:
+    """Int32 `[B, 5]`: number of the segment's first chunk, start, length, position, slot."""
     chunks = (segments.length + CHUNK - 1) // CHUNK
-    ends = jnp.cumsum(chunks)
-    first = ends - chunks
-    number = jnp.arange(bound, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.sum(ends[None, :] <= number[:, None], axis=1), count - 1)
-    offset = (number - first[owner]) * CHUNK
-    live = jnp.where(number < ends[-1], jnp.minimum(segments.length[owner] - offset, CHUNK), 0)
-    table = jnp.stack([segments.start[owner] + offset, live], axis=1)
+    first = jnp.cumsum(chunks) - chunks
     columns = [first, segments.start, segments.length, segments.position, segments.slot]
-    return table.astype(jnp.int32), jnp.stack(columns, axis=1).astype(jnp.int32)
-
-
-def owned_rows(segments: Segments, rows: int) -> jax.Array:
-    """`[rows]` int32: 1 where a row belongs to a segment."""
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    inside = (row >= segments.start) & (row < segments.start + segments.length)
-    return jnp.any(inside, axis=1).astype(jnp.int32)
+    return jnp.stack(columns, axis=1).astype(jnp.int32)
 
 
 def advance(
@@ -185,7 +164,7 @@ def gated_delta_prefill(
     """
     rows, (_, heads, dv, dk) = qkv.shape[0], pool.shape
     layout = qkv_layout(qkv, pool)
-    chunks, table = chunk_tables(segments, rows)
+    chunks, table = chunk_table(segments, rows), segment_table(segments)
     count = chunks.shape[0]
     shape = jax.ShapeDtypeStruct
     # What comes in bfloat16 is multiplied by it, so that these matrices are kept as two pieces of it.

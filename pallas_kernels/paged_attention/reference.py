@@ -149,7 +149,13 @@ def paged_attention_segmented(
 
 
 def paged_attention_packed(
-    q: jax.Array, keys: jax.Array, values: jax.Array, page_table: jax.Array, segments: Segments, page_size: int
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    page_table: jax.Array,
+    segments: Segments,
+    page_size: int,
+    gate: jax.Array | None = None,
 ) -> jax.Array:
     """Packed rows, each over the keys of its request up to its own position.
 
@@ -157,9 +163,12 @@ def paged_attention_packed(
         q: `[R, A, D]`. keys, values: `[kv_slots, G, D]`, with the rows' own keys already written.
         page_table: `[segments, P]` int32.
         segments: which rows belong together, and their positions.
+        page_size: tokens a page.
+        gate: `[R, A, D]`, or None.
 
     Returns:
-        `[R, A, D]` float32, zeros on rows of no segment.
+        `[R, A, D]`, float32 without a gate, rounded once to the gate's dtype with it; zeros on rows of no
+        segment.
     """
     rows = q.shape[0]
 
@@ -174,4 +183,5 @@ def paged_attention_packed(
         piece = _attend(q[chunk.rows], k, v, (seen <= position[:, None]) & chunk.live[:, None])
         return out.at[jnp.where(chunk.live, chunk.rows, rows)].set(piece, mode="drop")
 
-    return jax.lax.fori_loop(0, count_chunks(segments), body, jnp.zeros(q.shape, jnp.float32))
+    out = jax.lax.fori_loop(0, count_chunks(segments), body, jnp.zeros(q.shape, jnp.float32))
+    return apply_gate(out, gate)

@@ -1,11 +1,14 @@
-"""Real sizes of decode attention, shared by tests and benchmarks."""
+"""Real sizes of attention over pages, shared by tests and benchmarks."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.segments import Segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,43 @@ def arguments(
     )
 
 
+def packed_arguments(
+    shape: Shape,
+    lengths: Sequence[int],
+    key: jax.Array,
+    position: int = 0,
+    page_size: int = 64,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Segments, jax.Array]:
+    """(q, keys, values, page_table, segments, gate): one segment a length, back to back, each after `position`
+    tokens of its request, in shuffled pages of its own."""
+    rows, count = sum(lengths), len(lengths)
+    starts = [sum(lengths[:index]) for index in range(count)]
+    _, keys, values, pages, _, _ = arguments(shape, count, key, position + max(lengths), page_size, dtype)
+    q, gate = jax.random.normal(jax.random.fold_in(key, 1), (2, rows, shape.heads, shape.dim), dtype)
+    segments = Segments(
+        start=jnp.asarray(starts, jnp.int32),
+        length=jnp.asarray(lengths, jnp.int32),
+        position=jnp.full((count,), position, jnp.int32),
+        slot=jnp.zeros((count,), jnp.int32),
+    )
+    return q, keys, values, pages, segments, gate
+
+
 def bytes_moved(shape: Shape, rows: int, length: int = 4096, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
     """Bytes that must be read and written: keys and values, q, gate and the output."""
     return (2 * length * shape.groups + 3 * shape.heads) * shape.dim * rows * jnp.dtype(dtype).itemsize
+
+
+def packed_bytes_moved(
+    shape: Shape, lengths: Sequence[int], position: int = 0, dtype: jax.typing.DTypeLike = jnp.bfloat16
+) -> int:
+    """Bytes that must be read and written: each segment's keys and values once, q, gate and the output."""
+    keys = sum(position + length for length in lengths)
+    return (2 * keys * shape.groups + 3 * sum(lengths) * shape.heads) * shape.dim * jnp.dtype(dtype).itemsize
+
+
+def packed_flops(shape: Shape, lengths: Sequence[int], position: int = 0) -> int:
+    """Operations of the two products over the keys that each row sees."""
+    seen = sum(length * position + length * (length + 1) // 2 for length in lengths)
+    return 4 * seen * shape.heads * shape.dim

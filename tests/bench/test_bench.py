@@ -83,6 +83,18 @@ def test_every_case_runs_and_counts_its_bytes():
     }
 
 
+def test_windows_count_their_bytes_and_operations(monkeypatch):
+    monkeypatch.setattr(kernels, "WINDOWS", ((3, 2),))
+    (case,) = kernels.window_cases(from_preset("tiny"))
+    _, rest = case.make(jax.random.key(1))
+    q, keys, *_ = rest
+    _, out = case.call((), rest)
+    assert out.shape == q.shape and (case.kernel, case.rows) == ("paged_attention_packed 5 keys", 3)
+    heads, dim, groups = q.shape[1], q.shape[2], keys.shape[1]
+    assert case.operations == 2 * 2 * (3 + 4 + 5) * heads * dim
+    assert case.moved == (2 * 5 * groups + 3 * 3 * heads) * dim * q.dtype.itemsize
+
+
 def test_the_recommended_layout_is_written_and_read(tmp_path, monkeypatch, capsys):
     report = {
         "device": "a device",

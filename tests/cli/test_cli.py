@@ -27,6 +27,7 @@ from gdnjax.state import init_state
 from tests.generation.small import PROMPTS, SMALL, VOCAB, byte_tokenizer, run, small_model
 
 GENERATE_KEYS = {"tokens", "text", "finish_reason", "prompt_tokens", "seconds", "tokens_per_second"}
+GENERATE_KEYS |= {"steps", "drafted", "accepted", "tokens_per_step"}
 INFO_KEYS = {"parameters", "weight_bytes", "bytes_per_request", "bytes_per_kv_token", "max_requests", "kv_tokens"}
 
 Capture = pytest.CaptureFixture[str]
@@ -96,11 +97,41 @@ def test_generate_json_from_ids(capsys: Capture, ids_file: str) -> None:
     assert result["text"] is None
     assert (result["finish_reason"], result["prompt_tokens"]) == ("length", 7)
     assert result["seconds"] > 0 and result["tokens_per_second"] > 0
+    assert [result[key] for key in ("steps", "drafted", "accepted", "tokens_per_step")] == [4, 0, 0, 1.0]
+
+
+def test_generate_speculates(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text("[1]")
+    arguments = ["generate", "--config", "small", "--ids", str(path), "--ignore-stop-ids", "--seed", "1"]
+    arguments += "--max-new-tokens 40 --speculate 2 --drafts ngram".split()
+    assert main([*arguments, "--json"]) == 0
+    result = one_object(capsys.readouterr().out)
+    assert result.keys() == GENERATE_KEYS
+    assert result["tokens"] == run(small_model(), [[1]], 40)[0].tokens
+    assert result["drafted"] > 0 and 1 + result["steps"] + result["accepted"] == 40
+    assert result["tokens_per_step"] == round(39 / result["steps"], 3)
+    assert main(arguments) == 0
+    assert capsys.readouterr().err.endswith(f", {result['accepted']} of {result['drafted']} drafts accepted\n")
+
+
+def test_drafts_that_cannot_be(capsys: Capture, ids_file: str) -> None:
+    source = ("generate", "--config", "small", "--ids", ids_file)
+    for count in ("8", "-1"):
+        message = fails(capsys, 2, *source, "--speculate", count)
+        assert f"speculate = {count}; it takes an integer from 0 (plain decoding) to 7" in message
+    for more in ([], ["--speculate", "0"]):
+        message = fails(capsys, 2, *source, "--drafts", "ngram", *more)
+        assert "--drafts ngram says where drafts come from; give their number with --speculate K" in message
+    assert "invalid choice: 'guess'" in fails(capsys, 2, *source, "--speculate", "1", "--drafts", "guess")
+    message = fails(capsys, 1, *source, "--speculate", "2")
+    assert "this model has no draft head (mtp_num_hidden_layers = 0)" in message and "--drafts ngram" in message
 
 
 def test_generate_json_of_one_token_has_no_speed(capsys: Capture, ids_file: str) -> None:
     assert main(["generate", "--config", "small", "--ids", ids_file, "--max-new-tokens", "1", "--json"]) == 0
-    assert one_object(capsys.readouterr().out)["tokens_per_second"] is None
+    result = one_object(capsys.readouterr().out)
+    assert result["tokens_per_second"] is result["tokens_per_step"] is None
 
 
 def test_generate_prints_ids_where_there_is_no_tokenizer(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +176,7 @@ def test_every_sampling_flag_arrives(capsys: Capture, model: LanguageModel, monk
     monkeypatch.setattr(LanguageModel, "generate", generate)
     flags = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.5 --presence-penalty 0.25"
     flags += " --frequency-penalty 0.75 --seed 9 --max-new-tokens 6 --stop a --stop b --ignore-stop-ids"
+    flags += " --speculate 3 --drafts ngram"
     assert "enough" in fails(capsys, 1, "generate", "--prompt", "x", *flags.split())
     stream = asked.pop("stream")
     assert isinstance(stream, Printer)
@@ -161,10 +193,12 @@ def test_every_sampling_flag_arrives(capsys: Capture, model: LanguageModel, monk
         "stop": ["a", "b"],
         "stop_ids": (),
         "seed": 9,
+        "speculate": 3,
+        "drafts": "ngram",
     }
     assert "enough" in fails(capsys, 1, "generate", "--prompt", "x")
-    unset = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_ids")
-    assert [asked[name] for name in unset] == [None] * 6
+    unset = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_ids", "speculate")
+    assert [asked[name] for name in unset] == [None] * 7 and asked["drafts"] == "mtp"
 
 
 def test_generate_chat(capsys: Capture, model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +367,12 @@ def test_speed_leaves_out_the_first_two_tokens(monkeypatch: pytest.MonkeyPatch, 
     printer(0, [], "e")  # held back to the end: text without a token
     assert printer.tokens_per_second() == 2.0
     assert capsys.readouterr().out == "abcde"
+    # Steps of several tokens, of which the first compiles.
+    clock = iter([0.0, 10.0, 10.5, 11.0])
+    printer = Printer(quiet=True)
+    for tokens in ([1], [1, 2, 3], [1, 2], [1]):
+        printer(0, tokens, "")
+    assert printer.tokens_per_second() == 3.0
 
 
 # info

@@ -63,6 +63,13 @@ def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         with pytest.raises(SystemExit):
             main(["serve", *arguments])
         assert arguments[0] in capsys.readouterr().err
+    assert main(["serve", "--drafts", "ngram"]) == 2
+    assert "--drafts ngram says where drafts come from; give their number with --speculate K" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr("gdnjax.loading.load", lambda source, dtype=None, **overrides: model())
+        arguments = ["--port", "0", "--compilation-cache", "none", "--speculate", "2", "--drafts", "mtp"]
+        assert main(["serve", *arguments]) == 1
+    assert "speculate = 2 with drafts = 'mtp', and this model has no draft head" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "gdnjax.server.run", raising=False)
     assert main(["serve"]) == 1
@@ -96,6 +103,7 @@ def test_the_shipped_model_in_a_process_of_its_own(tmp_path: Path) -> None:
         ("--kv-tokens", "x", "an integer >= 1"),
         ("--max-requests", "-1", "an integer >= 1"),
         ("--drain", "x", "seconds > 0"),
+        ("--speculate", "8", "an integer from 0 (plain decoding) to 7"),
     ],
 )
 def test_an_option_names_what_it_takes(option: str, value: str, takes: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from gdnjax.engine import programs
 from gdnjax.generation import SamplingParams
-from gdnjax.generation.loop import NOT_FINITE, NOTHING
+from gdnjax.generation.accept import NOT_FINITE, NOTHING
 from gdnjax.generation.sampling import make_sampler, penalize, sample
 from gdnjax.state import State, init_state
 from tests.generation.small import SMALL, VOCAB, small_model

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -61,6 +63,26 @@ PROMPTS = [
 ]
 
 GREEDY = SamplingParams()
+# Candidates of a power of two, so that all sampled runs share programs.
+SAMPLED = [
+    SamplingParams(temperature=1.0, top_k=32, seed=7),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=8),
+    SamplingParams(seed=3),
+    SamplingParams(temperature=1.4, top_k=30, min_p=0.05, seed=2**32 - 1),
+]
+PENALIZED = [
+    SamplingParams(repetition_penalty=1.5),
+    SamplingParams(presence_penalty=-2.0),
+    SamplingParams(frequency_penalty=-1.5),
+    SamplingParams(repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=0.7),
+]
+MIXED = [
+    dataclasses.replace(SAMPLED[0], frequency_penalty=0.3),
+    SAMPLED[1],
+    PENALIZED[0],
+    dataclasses.replace(SAMPLED[3], repetition_penalty=1.2, presence_penalty=-0.5),
+]
+SAMPLING = {"greedy": [GREEDY] * 4, "sampled": SAMPLED, "mixed": MIXED}
 
 
 @functools.cache
@@ -69,6 +91,16 @@ def small_model(**overrides: Any) -> LanguageModel:
     if overrides:
         return dataclasses.replace(small_model(), config=SMALL.replace(**overrides))
     return dataclasses.replace(random_model(SMALL, seed=1), tokenizer=byte_tokenizer())
+
+
+def poisoned(token: int) -> LanguageModel:
+    """The small model in which one token's embedding is NaN (the head has weights of its own)."""
+    model = small_model()
+    params = jax.tree.map(lambda leaf: leaf, model.params)
+    embedding = params["model"]["embed_tokens"]
+    embedding["weight"] = embedding["weight"].at[token].set(jnp.nan)
+    assert np.isfinite(model.params["model"]["embed_tokens"]["weight"]).all()
+    return dataclasses.replace(model, params=params)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -118,17 +150,46 @@ def run(
     prompts: Sequence[list[int]],
     limits: int | Sequence[int] = 12,
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    speculate: Sequence[int | None] = (),
     **arguments: Any,
 ) -> list[GenerationResult]:
     """`generate` with log-probabilities; one limit and one sampling for all prompts, or one a prompt."""
     counts = [limits] * len(prompts) if isinstance(limits, int) else limits
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-    requests = [Request(p, n, s) for p, n, s in zip(prompts, counts, params, strict=True)]
+    each = zip(prompts, counts, params, speculate or [None] * len(prompts), strict=True)
+    requests = [Request(p, n, s, k) for p, n, s, k in each]
     return generate(model.params, model.config, requests, **{"logprobs": True, **arguments})
 
 
+@functools.cache
+def baseline(kind: str) -> list[GenerationResult]:
+    """All prompts in one batch, in the device loop, without stops."""
+    return run(small_model(), PROMPTS, 12, SAMPLING[kind])
+
+
+def expected(kind: str, limits: list[int], stop_ids: tuple[int, ...]) -> list[GenerationResult]:
+    """What `baseline` becomes under limits and stop ids."""
+    results = []
+    for result, limit in zip(baseline(kind), limits, strict=True):
+        stops = [i + 1 for i, token in enumerate(result.tokens) if token in stop_ids]
+        count = min([limit, *stops])
+        assert result.logprobs is not None
+        results.append(
+            dataclasses.replace(
+                result,
+                tokens=result.tokens[:count],
+                logprobs=result.logprobs[:count],
+                finish_reason="stop" if count in stops else "length",
+            )
+        )
+    return results
+
+
 def assert_same(
-    actual: Sequence[GenerationResult], desired: Sequence[GenerationResult], tolerance: float = 5e-4
+    actual: Sequence[GenerationResult],
+    desired: Sequence[GenerationResult],
+    tolerance: float = 5e-4,
+    near_tie: float = NEAR_TIE,
 ) -> None:
     """The same tokens, finish reasons and log-probabilities; a near-tie ends a comparison and is printed."""
     assert len(actual) == len(desired)
@@ -141,7 +202,7 @@ def assert_same(
         if differ:
             gap = abs(a.logprobs[upto] - d.logprobs[upto])
             print(f"prompt {index}, token {upto}: {a.tokens[upto]} or {d.tokens[upto]}, gap {gap:.2g}")
-            assert gap < NEAR_TIE, f"prompt {index}: {a.tokens} is not {d.tokens}"
+            assert gap < near_tie, f"prompt {index}: {a.tokens} is not {d.tokens}"
         else:
             assert a.tokens == d.tokens
             assert a.finish_reason == d.finish_reason

@@ -137,3 +137,31 @@ def test_tokens_after_the_end_are_ignored() -> None:
     result = collector.result(True)
     assert (result.tokens, result.logprobs, result.text, calls) == ([4, 9], [-0.5, -0.25], None, [4, 9])
     assert collector.result(False).logprobs is None
+
+
+def test_a_step_of_several_tokens_is_cut_where_the_request_ends() -> None:
+    calls: list[tuple[list[int], str]] = []
+
+    def collector(stop_ids: tuple[int, ...] = (), stop: tuple[str, ...] = ()) -> Collector:
+        calls.clear()
+        made = Collector(0, 1, byte_tokenizer(), stop_ids, stop, lambda index, new, text: calls.append((new, text)))
+        # the prompt's own token, and no step
+        assert made.push(ord("x"), -1.0)
+        return made
+
+    one = collector()
+    assert one.push_step(ids("abc"), [-1.0, -2.0, -3.0], 4) and one.push_step(ids("d"), [-4.0])
+    result = one.result(True)
+    assert (result.text, result.logprobs) == ("xabcd", [-1.0, -1.0, -2.0, -3.0, -4.0])
+    assert (result.steps, result.drafted, result.accepted, result.tokens_per_step) == (2, 4, 2, 2.0)
+    assert calls == [(ids("x"), "x"), (ids("abc"), "abc"), (ids("d"), "d")]
+
+    # a stop id, a stop string, and one that ends inside of the step and began before it
+    for one, text in [(collector((ord("b"),)), "xa"), (collector((), ("b",)), "xa"), (collector((), ("xab",)), "")]:
+        assert not one.push_step(ids("abc"), [-1.0] * 3, 3) and not one.push_step(ids("d"), [-1.0])
+        result = one.result(False)
+        assert (result.tokens, result.text, result.finish_reason) == (ids("xab"), text, "stop")
+        assert (result.steps, result.drafted, result.accepted) == (1, 3, 1)
+        assert [t for new, _ in calls for t in new] == ids("xab")
+        assert "".join(piece for _, piece in calls) == text
+    assert collector().result(False).tokens_per_step is None

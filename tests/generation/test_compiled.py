@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import re
 from collections import Counter
@@ -11,13 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gdnjax.config import Config
 from gdnjax.generation import SamplingParams
+from gdnjax.generation.drafting import by_head
 from gdnjax.generation.loop import Decoding, PythonLoop, device_loop, jitted_emit, jitted_step, make_decoding, step
 from gdnjax.generation.sampling import make_sampler
+from gdnjax.generation.speculation import jitted_speculative_step, make_speculation, speculative_device_loop
 from gdnjax.state import State, init_state
 from gdnjax.weights.declaration import abstract_params
 from tests.generation.small import PROMPTS, SMALL, run, small_model
@@ -37,18 +41,41 @@ POOLS = SMALL.replace(
 # What may have a pool's size: handing it on, and writing into it. (A fusion's inside is listed too.)
 HARMLESS = {"parameter", "get-tuple-element", "tuple", "bitcast", "scatter", "dynamic-update-slice", "fusion", "while"}
 
-Compile = Callable[[Decoding], Any]
-PROGRAMS: dict[str, Compile] = {
-    "step": lambda d: jitted_step.lower(abstract_params(d.state.config), d).compile(),
-    "device_loop": lambda d: device_loop.lower(abstract_params(d.state.config), d, 16).compile(),
+SPECULATING = POOLS.replace(speculate=2, mtp_num_hidden_layers=1, draft_kv=True)
+
+Compile = Callable[[Any], Any]
+PLAIN: dict[str, Compile] = {
+    "step": lambda d: jitted_step.lower(abstract_params(d.state.config), d),
+    "device_loop": lambda d: device_loop.lower(abstract_params(d.state.config), d, 16),
 }
+PROGRAMS: dict[str, Compile] = PLAIN | {
+    "speculative_step": lambda s: jitted_speculative_step.lower(
+        abstract_params(s.state.config), s, propose=by_head, width=2
+    ),
+    "speculative_loop": lambda s: speculative_device_loop.lower(
+        abstract_params(s.state.config), s, steps=16, propose=by_head
+    ),
+}
+# A loop for each width in a loop.
+ADAPTIVE = "adaptive_loop"
+PROGRAMS[ADAPTIVE] = PROGRAMS["speculative_loop"]
+# Of the speculating programs each is tested in one layout where time matters.
+LATER = [(ADAPTIVE, "in_place"), (ADAPTIVE, "twin"), ("speculative_step", "twin"), ("speculative_loop", "in_place")]
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.slow] if case in LATER else [])
+    for case in itertools.product(PROGRAMS, LAYOUTS)
+]
 
 
-def make(config: Config) -> Decoding:
+def make(config: Config, adaptive: bool = False) -> Decoding:
     rows = config.max_requests
-    return make_decoding(
+    decoding = make_decoding(
         init_state(config), make_sampler([SamplingParams()] * rows, rows), [16] * rows, (), [[1]] * rows
     )
+    if not config.speculate:
+        return decoding
+    hidden = jnp.zeros((rows, config.hidden_size))
+    return make_speculation(decoding, [config.speculate] * rows, "mtp", [], hidden, adaptive)
 
 
 def pools(state: State) -> dict[str, int]:
@@ -67,13 +94,13 @@ def whole_pool_operations(compiled: Any, elements: int) -> Counter[str]:
 
 @functools.cache
 def compiled_program(program: str, layout: str) -> tuple[Any, Decoding]:
-    decoding = make(POOLS.replace(state_layout=layout))
-    return PROGRAMS[program](decoding), decoding
+    config = POOLS if program in PLAIN else SPECULATING
+    decoding = make(config.replace(state_layout=layout), program == ADAPTIVE)
+    return PROGRAMS[program](decoding).compile(), decoding
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "layout"), CASES)
 def test_no_copy_of_a_pool(program: str, layout: str) -> None:
     compiled, decoding = compiled_program(program, layout)
     for name, elements in pools(decoding.state).items():
@@ -82,19 +109,19 @@ def test_no_copy_of_a_pool(program: str, layout: str) -> None:
         assert found.keys() <= HARMLESS, f"{name}: {dict(found)}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "layout"), CASES)
 def test_the_whole_state_is_donated(program: str, layout: str) -> None:
     compiled, decoding = compiled_program(program, layout)
     donated = compiled.memory_analysis().alias_size_in_bytes
     assert donated >= sum(x.nbytes for x in jax.tree.leaves(decoding.state))
 
 
-@pytest.mark.parametrize("lower", [jitted_step.lower, functools.partial(device_loop.lower, steps=16)])
-def test_every_array_is_donated_to_its_own_successor(lower: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != ADAPTIVE])
+def test_every_array_is_donated_to_its_own_successor(program: str) -> None:
     # Inputs are paired with outputs of their shape in order: one that is dropped would shift all behind it.
-    params, decoding = abstract_params(POOLS), make(POOLS)
-    signature = lower(params, decoding).as_text().partition("@main(")[2].partition(") -> (")[0]
+    config = POOLS if program in PLAIN else SPECULATING
+    params, decoding = abstract_params(config), make(config)
+    signature = PROGRAMS[program](decoding).as_text().partition("@main(")[2].partition(") -> (")[0]
     outputs = re.findall(r"%arg\d+: tensor<\S+ \{[^}]*tf\.aliasing_output = (\d+)", signature)
     assert outputs == [str(i) for i in range(len(jax.tree.leaves(decoding)))]
     assert signature.count("%arg") == len(jax.tree.leaves((params, decoding)))
@@ -111,13 +138,14 @@ def test_a_copy_would_be_found() -> None:
 def test_temporaries_do_not_grow_with_the_pools(layout: str) -> None:
     # the same rows over a cache of twice the size
     small, _ = compiled_program("step", layout)
-    large = PROGRAMS["step"](make(POOLS.replace(state_layout=layout, kv_tokens=2 * ROWS * POOLS.max_length)))
+    config = POOLS.replace(state_layout=layout, kv_tokens=2 * ROWS * POOLS.max_length)
+    large = PROGRAMS["step"](make(config)).compile()
     assert large.memory_analysis().temp_size_in_bytes == small.memory_analysis().temp_size_in_bytes
     assert large.memory_analysis().alias_size_in_bytes > small.memory_analysis().alias_size_in_bytes
 
 
 def compilations() -> dict[str, int]:
-    from gdnjax.generation.generate import jitted_prefill
+    from gdnjax.generation.prompts import jitted_prefill
 
     functions = {"step": jitted_step, "loop": device_loop, "emit": jitted_emit, "prefill": jitted_prefill}
     return {name: function._cache_size() for name, function in functions.items()}
@@ -159,8 +187,8 @@ def test_memory_is_flat_over_a_thousand_steps(layout: str) -> None:
     driver = PythonLoop(params, decoding)
     del decoding
     held, programs = {}, {}
-    for number, (tokens, values) in enumerate(driver, start=1):
-        assert (tokens >= 0).all() and np.isfinite(values).all()
+    for number, emission in enumerate(driver, start=1):
+        assert (emission.token >= 0).all() and np.isfinite(emission.logprob).all()
         if number in (20, 1000):
             held[number], programs[number] = live_bytes(), jitted_step._cache_size()
     assert held[1000] == held[20]

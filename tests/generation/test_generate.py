@@ -15,52 +15,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdnjax.generation import GenerationResult, NonFiniteLogitsError, Request, SamplingParams
-from gdnjax.generation.generate import check_requests, generate, windows, working_config
-from gdnjax.generation.loop import NOTHING, default_loop, emit, make_decoding
+from gdnjax.generation.accept import NOTHING
+from gdnjax.generation.generate import check_requests, generate, working_config
+from gdnjax.generation.loop import default_loop, emit, make_decoding
+from gdnjax.generation.prompts import windows
 from gdnjax.generation.sampling import make_sampler
-from gdnjax.lm import LanguageModel
 from gdnjax.state import init_state
-from tests.generation.small import NEAR_TIE, PROMPTS, SMALL, VOCAB, assert_same, byte_tokenizer, run, small_model
+from tests.generation.small import (
+    NEAR_TIE,
+    PENALIZED,
+    PROMPTS,
+    SAMPLED,
+    SMALL,
+    VOCAB,
+    assert_same,
+    baseline,
+    byte_tokenizer,
+    expected,
+    poisoned,
+    run,
+    small_model,
+)
 from tests.helpers import LOGITS, golden_arrays, load_golden
 
 LOOPS = ("device", "python")
-# Candidates of a power of two, so that all sampled runs share programs.
-SAMPLED = [
-    SamplingParams(temperature=1.0, top_k=32, seed=7),
-    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=8),
-    SamplingParams(seed=3),
-    SamplingParams(temperature=1.4, top_k=30, min_p=0.05, seed=2**32 - 1),
-]
-PENALIZED = [
-    SamplingParams(repetition_penalty=1.5),
-    SamplingParams(presence_penalty=-2.0),
-    SamplingParams(frequency_penalty=-1.5),
-    SamplingParams(repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=0.7),
-]
-
-
-@functools.cache
-def baseline(kind: str) -> list[GenerationResult]:
-    """All prompts in one batch, in the device loop, without stops."""
-    return run(small_model(), PROMPTS, 12, {"greedy": SamplingParams(), "sampled": SAMPLED}[kind])
-
-
-def expected(kind: str, limits: list[int], stop_ids: tuple[int, ...]) -> list[GenerationResult]:
-    """What `baseline` becomes under limits and stop ids."""
-    results = []
-    for result, limit in zip(baseline(kind), limits, strict=True):
-        stops = [i + 1 for i, token in enumerate(result.tokens) if token in stop_ids]
-        count = min([limit, *stops])
-        assert result.logprobs is not None
-        results.append(
-            dataclasses.replace(
-                result,
-                tokens=result.tokens[:count],
-                logprobs=result.logprobs[:count],
-                finish_reason="stop" if count in stops else "length",
-            )
-        )
-    return results
 
 
 @functools.cache
@@ -232,7 +210,7 @@ def test_prompt_windows_give_the_same(size: int, monkeypatch: pytest.MonkeyPatch
         return windows(prompts, size)
 
     # `prefill_tokens` is part of what every program is compiled for; this compiles one prefill and no more
-    monkeypatch.setattr(sys.modules["gdnjax.generation.generate"], "windows", smaller)
+    monkeypatch.setattr(sys.modules["gdnjax.generation.prompts"], "windows", smaller)
     assert_same(run(small_model(), PROMPTS), baseline("greedy"))
     assert asked == [SMALL.prefill_tokens]
 
@@ -415,16 +393,6 @@ def test_two_threads_at_once() -> None:
 
 
 # Damaged weights
-
-
-def poisoned(token: int) -> LanguageModel:
-    """The small model in which one token's embedding is NaN (the head has weights of its own)."""
-    model = small_model()
-    params = jax.tree.map(lambda leaf: leaf, model.params)
-    embedding = params["model"]["embed_tokens"]
-    embedding["weight"] = embedding["weight"].at[token].set(jnp.nan)
-    assert np.isfinite(model.params["model"]["embed_tokens"]["weight"]).all()
-    return dataclasses.replace(model, params=params)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

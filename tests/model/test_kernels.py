@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gdnjax.amd.lower import lower
 from gdnjax.config import Config
 from gdnjax.model import prefill
 from gdnjax.state import init_state, prefill_batch, state_shapes
@@ -166,5 +167,16 @@ def test_prefill_launches_the_kernels() -> None:
         ("causal_conv_packed", config.gdn_layers),
         ("gated_rms_norm", config.gdn_layers),
         ("attention_prologue", config.attention_layers),
+        ("attention_packed", config.attention_layers),
     ]:
         assert len(re.findall(rf"\bname={name}\b", traced)) == len(layers), name
+
+
+def test_prefill_for_a_gpu_has_no_loop() -> None:
+    """A loop outside a kernel is driven by the host, which waits for the device before every iteration."""
+    config, params = padded_model()
+    config = config.replace(**SETTINGS | {"kernels": "pallas"})
+    batch = prefill_batch(config, {0: [1, 2], 3: [4] * 70}, 80)
+    module = str(lower(prefill, (params, state_shapes(config), batch), "gfx942"))
+    assert "attention_packed" in module and "gated_delta_advance" in module
+    assert "stablehlo.while" not in module

@@ -20,9 +20,9 @@ from pallas_kernels.columns import Columns, value
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_delta_decode.reference import gates
 from pallas_kernels.gated_delta_prefill import gated_delta_prefill, kernel, shapes
-from pallas_kernels.gated_delta_prefill.products import pieces
 from pallas_kernels.gated_delta_prefill.reference import gated_delta_sequence, inverse_unit_lower
-from pallas_kernels.segments import CHUNK, Segments
+from pallas_kernels.products import pieces
+from pallas_kernels.segments import Segments
 from tests.helpers import (
     DELTA_EXTREME,
     DELTA_OUT,
@@ -430,32 +430,12 @@ def test_order_of_programs_and_of_loads_and_form_of_inputs_do_not_matter(monkeyp
 # What the kernels are made of, and the public function
 
 
-@settings(max_examples=30)
-@given(lengths=st.lists(st.one_of(st.just(0), st.integers(1, 130)), min_size=5, max_size=5), spare=st.integers(0, 70))
-def test_chunk_tables(lengths: list[int], spare: int) -> None:
-    rows = 720
-    start = np.cumsum([0, *lengths[:-1]]) + spare
-    segments = int_vectors(start, lengths, np.arange(5), np.arange(5) + 10)
-    chunks, table, owned = map(np.asarray, tables(segments, rows))
-    expected = []
-    for number, (first, length) in enumerate(zip(start, lengths, strict=True)):
-        assert table[number, 1:].tolist() == [first, length, number, number + 10]
-        if length:
-            assert table[number, kernel.FIRST_CHUNK] == len(expected)
-        expected += [[first + done, min(CHUNK, length - done)] for done in range(0, length, CHUNK)]
-    assert chunks[: len(expected)].tolist() == expected
-    assert (chunks[len(expected) :, 1] == 0).all() and len(chunks) >= rows // CHUNK
-    assert np.flatnonzero(owned).tolist() == list(range(spare, spare + sum(lengths)))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def tables(segments: Segments, rows: int) -> tuple[jax.Array, ...]:
-    return *kernel.chunk_tables(segments, rows), kernel.owned_rows(segments, rows)
-
-
-def test_every_row_a_segment_of_its_own_has_a_chunk() -> None:
-    chunks, *_ = tables(int_vectors(np.arange(70), *np.ones((3, 70))), 70)
-    assert chunks.tolist() == [[row, 1] for row in range(70)]
+def test_the_table_of_segments_finds_their_chunks() -> None:
+    lengths = [0, 130, 1, 0, 64]
+    start, owner = np.cumsum([0, *lengths[:-1]]), np.arange(5)
+    table = np.asarray(kernel.segment_table(int_vectors(start, lengths, owner, owner + 10)))
+    assert table[:, kernel.FIRST_CHUNK][[1, 2, 4]].tolist() == [0, 3, 4]
+    assert table[:, 1:].tolist() == np.stack([start, lengths, owner, owner + 10], axis=1).tolist()
 
 
 @pytest.mark.parametrize(("count", "error"), [(2, 2.0**-16), (3, 0.0)])

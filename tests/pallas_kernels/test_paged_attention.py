@@ -1,5 +1,5 @@
-"""Grouped-query attention over whole sequences and over pages, by reference and kernels, against float64; and
-the bits that a row's cutting fixes."""
+"""Grouped-query attention over whole sequences and for one token a row, by reference and kernels, against float64;
+and the bits that a row's cutting fixes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,9 @@ from pallas_kernels.paged_attention.reference import (
     apply_gate,
     causal_attention,
     cut,
-    paged_attention_packed,
 )
-from pallas_kernels.segments import Segments
 from tests.helpers import assert_close, assert_rounded_once, assert_same_bits
-
-ATTENTION = 2e-6
-SPLIT = 1e-5  # of the kernel on bfloat16, whose weights have 17 bits
-
-KERNEL: Implementation = "pallas" if jax.default_backend() != "cpu" else "interpret"
-both = pytest.mark.parametrize("implementation", ["reference", KERNEL])
+from tests.pallas_kernels.attention import ATTENTION, KERNEL, SPLIT, attention_float64, both, random_cache
 
 # Four segments of 64 keys at the pinned length: short rows leave some empty, long ones widen them.
 SEGMENTS = {"attention_pin": 256, "attention_segment": 64}
@@ -39,7 +32,6 @@ segmented = jax.jit(
     paged_attention_decode, static_argnames=("page_size", "implementation", "attention_pin", "attention_segment")
 )
 whole = jax.jit(reference.paged_attention_decode, static_argnames="page_size")
-packed = jax.jit(paged_attention_packed, static_argnames="page_size")
 
 
 def decode(*arguments: Any, implementation: str = KERNEL, **options: Any) -> jax.Array:
@@ -47,34 +39,6 @@ def decode(*arguments: Any, implementation: str = KERNEL, **options: Any) -> jax
     if implementation == "whole":
         return whole(*arguments, **options)
     return segmented(*arguments, implementation=implementation, **(SEGMENTS | options))
-
-
-def attention_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """q `[t, A, D]` at the last t positions of k, v `[s, G, D]` -> `[t, A, D]`."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (x.repeat(q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    scores = np.einsum("tad,sad->ats", q, k) / np.sqrt(q.shape[-1])
-    position = np.arange(len(k) - len(q), len(k))
-    scores = np.where(np.arange(len(k)) <= position[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("ats,sad->tad", weights / weights.sum(-1, keepdims=True), v)
-
-
-def random_cache(rng: np.random.Generator, lengths: list[int], page_size: int, groups: int, dim: int):
-    """Keys and values of requests in shuffled pages, NaN in every cell that no token owns (page 0 included)."""
-    pages = -(-max(lengths) // page_size)
-    order = 1 + rng.permutation(len(lengths) * pages)
-    page_table = np.zeros((len(lengths), pages), np.int32)
-    keys, values = np.full((2, (1 + len(order)) * page_size, groups, dim), np.nan, np.float32)
-    tokens = []
-    for r, length in enumerate(lengths):
-        used = -(-length // page_size)
-        page_table[r, :used] = order[r * pages : r * pages + used]
-        k, v = rng.normal(size=(2, length, groups, dim)).astype(np.float32)
-        slots = page_table[r, np.arange(length) // page_size] * page_size + np.arange(length) % page_size
-        keys[slots], values[slots] = k, v
-        tokens.append((k, v))
-    return keys, values, page_table, tokens
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(2, 2, 8), (4, 2, 12), (3, 1, 20), (8, 2, 32)])
@@ -293,33 +257,6 @@ def test_what_does_not_fit_is_refused() -> None:
     refused("gate has shape", gate=f32(2, 2, 16))
     refused("page_size = 0", page_size=0)
     refused("attention_segment = 96", attention_segment=96)
-
-
-@settings(max_examples=25)
-@given(
-    lengths=st.lists(st.integers(0, 70), min_size=3, max_size=3).filter(any),
-    before=st.lists(st.integers(0, 40), min_size=3, max_size=3),
-    order=st.permutations(range(3)),
-    seed=st.integers(0, 99),
-)
-def test_packed_is_each_request_alone(lengths: list[int], before: list[int], order: list[int], seed: int) -> None:
-    rng, page_size, rows = np.random.default_rng(seed), 4, 220
-    total = [b + n for b, n in zip(before, lengths, strict=True)]
-    keys, values, page_table, tokens = random_cache(rng, [*total, 112], page_size, 2, 12)
-    q = rng.normal(size=(rows, 4, 12)).astype(np.float32)
-    start, row = np.zeros(3, np.int32), 1
-    for r in order:
-        start[r] = row
-        row += lengths[r] + 2
-    vectors = (start, np.array(lengths, np.int32), np.array(before, np.int32), np.zeros(3, np.int32))
-    out = packed(q, keys, values, page_table[:3], Segments(*map(jnp.asarray, vectors)), page_size=page_size)
-    owned = np.zeros(rows, bool)
-    for r in range(3):
-        mine = slice(start[r], start[r] + lengths[r])
-        owned[mine] = True
-        if lengths[r]:
-            assert_close(out[mine], attention_float64(q[mine], *tokens[r]), ATTENTION, f"request {r}")
-    assert_same_bits(out[~owned], np.zeros((int((~owned).sum()), 4, 12), np.float32), "rows of no segment")
 
 
 def test_bfloat16_cache() -> None:

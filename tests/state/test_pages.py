@@ -158,3 +158,23 @@ def test_check_finds_what_is_wrong() -> None:
         spoil(pages)
         with pytest.raises(AssertionError):
             pages.check()
+
+
+def test_pages_ahead_are_promised_ones_that_are_free() -> None:
+    pages = Pages(8, 4)
+    given_up: list[int] = []
+    pages.reclaim = given_up.append
+    pages.open(0, 6)
+    pages.open(1, 0)
+    growth = pages.prepare({0: (0, 4), 1: (0, 4)}, ahead=3)
+    # One each, then three of the first one's five: the second one was promised none.
+    assert [(request, place) for request, place, _ in growth.entries] == [(0, 0), (1, 0), (0, 1), (0, 2), (0, 3)]
+    pages.apply(growth)
+    assert not pages.prepare({0: (15, 16)}, ahead=3).entries  # nothing begins
+    # Three are free, of which one is needed and one is all that is promised besides.
+    growth = pages.prepare({0: (16, 17)}, ahead=3)
+    assert [place for _, place, _ in growth.entries] == [4, 5]
+    pages.apply(growth)
+    pages.open(2, 1)
+    assert len(pages.prepare({2: (0, 4)}, ahead=3).entries) == 1 and not given_up
+    pages.check()

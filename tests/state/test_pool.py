@@ -243,7 +243,7 @@ def test_a_fork_shares_pages_and_copies_the_one_that_is_written() -> None:
     d = Driver(micro())
     r = d.start(tokens(6))  # a full page and half of one
     child, third = d.pool.fork(r, limit=8), d.pool.fork(r, limit=8)
-    assert d.pool.pages.held(child) == d.pool.pages.held(r) == d.pool.pages.held(third)
+    assert d.pool.pages.held(child) == d.pool.pages.held(r)[:2] == d.pool.pages.held(third)
     free = d.pool.pages.free
     d.step({child: 1})
     held = d.pool.pages.held

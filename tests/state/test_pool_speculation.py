@@ -157,6 +157,36 @@ def test_in_place_a_step_cannot_be_dropped(speculative: str) -> None:
     d.pool.check(device=True)
 
 
+@designs
+def test_who_leaves_before_it_is_told_how_many_rows_counted(design: tuple[str, str]) -> None:
+    d, plain = Verifier(speculating(design)), Driver(micro())
+    requests = [d.start(tokens(5)), d.start(tokens(3)), d.start(tokens(4))]
+    s = plain.start(tokens(4))
+    pieces = {r: [1, 2, 3] for r in requests}
+    plan, batch = d.pool.plan_verify(dict.fromkeys(requests, 3)), verify_batch(d.config, pieces, GROUPS)
+
+    def step(state: State) -> tuple[None, State]:
+        _, state = verify(d.params, state, batch)
+        return None, commit_verified(state, np.array([3, 2, 2], np.int32))
+
+    d.pool.run(plan, step, commits="some")
+    left, again, stays = requests
+    for call in (lambda: d.pool.fork(stays), lambda: d.pool.snapshot(stays), d.pool.discard):
+        with pytest.raises(PoolError, match="a step that the device has committed; tell how many rows it took"):
+            call()
+    d.pool.release(left)
+    d.pool.reset(again)
+    new = d.start(tokens(6))
+    assert d.pool.pending == (stays,)
+    d.pool.commit({stays: 2}, on_device=True)
+    d.pool.check(device=True)
+    plain.feed(s, [1, 2])
+    assert_close(d.verify({stays: [7, 8]})[stays], plain.feed(s, [7, 8]), LOGITS)
+    other = plain.start(tokens(6))
+    assert_close(d.verify({new: [9, 10]})[new], plain.feed(other, [9, 10]), LOGITS)
+    d.pool.check(device=True)
+
+
 def test_a_step_that_commits_itself_and_counts_that_cannot_be() -> None:
     d = Verifier(speculating(("twin", "record")))
     r, other = d.start(tokens(5)), d.start(tokens(3))

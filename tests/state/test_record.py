@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gdnjax.config import Config, ConfigError
-from gdnjax.state import State, commit, commit_verified, init_state, recurrent_state
+from gdnjax.state import State, commit, commit_verified, init_state, recurrent_state, state_shapes
 from gdnjax.state.device import clear, fork
 from gdnjax.state.record import replay
 from gdnjax.state.speculation import start_speculation, stop_speculation
@@ -200,3 +200,23 @@ def test_rings_grow_and_shrink_around_their_windows(position: int) -> None:
     for rings in (wide.conv, narrow.conv):
         for ring, expected in zip(rings, before, strict=True):
             assert_same_bits(ring_window(ring, REQUEST + 1, state.position, 4), expected)
+
+
+@layouts
+def test_slots_for_drafts_come_and_go_around_live_states(layout: str) -> None:
+    state = init_state(serving(layout))
+    filled = tuple(jax.random.normal(jax.random.key(i), pool.shape) for i, pool in enumerate(state.recurrent))
+    # In `twin` the middle one has taken an odd number of steps.
+    state = dataclasses.replace(
+        state, recurrent=filled, pending=jnp.asarray([0, 1, 0]), position=jnp.asarray([4, 2, 0])
+    )
+    state = commit(state)
+    wide = start_speculation(state, ROWS - 1, "slots")
+    narrow = stop_speculation(params(), wide)
+    for changed in (wide, narrow):
+        declared = state_shapes(changed.config)
+        assert jax.tree.structure(changed) == jax.tree.structure(declared)
+        assert [x.shape for x in jax.tree.leaves(changed)] == [x.shape for x in jax.tree.leaves(declared)]
+        assert_same_states(changed, state)
+    assert wide.config.slots == 1 + 3 * ROWS * (2 if layout == "twin" else 1)
+    assert narrow.config == state.config

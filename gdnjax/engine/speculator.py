@@ -1,0 +1,157 @@
+"""The launcher of an engine that speculates: its decode steps verify drafts.
+
+How many tokens a step gives, only the device knows; and a plan needs positions. So before a step is planned, `settle`
+waits for the one before it. Prompts are read, and tokens handed out, while the device works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gdnjax.engine import speculation
+from gdnjax.engine.handle import Handle
+from gdnjax.engine.launcher import Fetch, Launcher, VerifyFlight
+from gdnjax.engine.programs import MODES, Mode
+from gdnjax.engine.scheduler import row_buckets, smallest
+from gdnjax.engine.speculation import Verdict
+from gdnjax.generation.accept import NOTHING
+from gdnjax.generation.drafting import Source
+from gdnjax.generation.prompts import prefill_with_head
+from gdnjax.state.batch import Batch
+from gdnjax.state.pool import StatePool
+from gdnjax.state.pytree import State
+from gdnjax.state.requests import Plan
+from gdnjax.weights.declaration import Params
+
+
+class Speculator(Launcher):
+    """A `Launcher` over a pool whose config has `speculate`.
+
+    Args:
+        params, pool: as `Launcher` takes them.
+        source: where drafts come from; `mtp` takes a config with `draft_kv`.
+    """
+
+    def __init__(self, params: Params, pool: StatePool, source: Source):
+        super().__init__(params, pool)
+        config = pool.config
+        # A step holds all that decode: the pool has one step at a time that is not committed.
+        self.row_buckets = row_buckets(config.max_requests, config.max_requests)
+        self._source: Source = source
+        self._drafting = speculation.new_drafting(config, source)
+        self._silent = {rows: speculation.new_verdict(rows, config.verify_rows) for rows in self.row_buckets}
+        self._unsettled: tuple[Plan, Verdict, tuple[Handle, ...]] | None = None
+
+    def admit(self, handle: Handle) -> None:
+        super().admit(handle)
+        if self._source == "ngram":
+            assert handle.request is not None
+            text = np.zeros(self.pool.config.max_length, np.int32)
+            text[: len(handle.to_read)] = handle.to_read
+            self._drafting = speculation.run_admit_history(self._drafting, np.int32(handle.request), text)
+
+    def plan(self, requests: Sequence[int], handles: Mapping[int, Handle]) -> list[Plan]:
+        """One step of all of them: the drafts that each may take, but none behind its last token."""
+        counts = {}
+        for request in requests:
+            handle = handles[request]
+            counts[request] = 1 + min(handle.speculate, handle.max_new_tokens - handle.sent - 1)
+        return [self.pool.plan_verify(counts)]
+
+    def settle(self, fetch: Fetch) -> None:
+        """Waits for the last step, and notes how many tokens it gave to those who still run."""
+        if self._unsettled is None:
+            return
+        (plan, verdict, owners), self._unsettled = self._unsettled, None
+        (tokens,) = fetch(verdict.token)
+        accepted = {}
+        for request, handle, row in zip(plan.requests, owners, tokens, strict=False):
+            if request in self.pool.pending:
+                accepted[request] = sum(token != NOTHING for token in row)
+                handle.sent += accepted[request]
+        self.pool.commit(accepted, on_device=True)
+
+    def decode(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
+        """Candidate rows of each of the plan's requests, of which the device takes what it accepts."""
+        rows = smallest(self.row_buckets, len(plan.requests))
+        owners = tuple(handles[request] for request in plan.requests)
+        numbers = [*plan.requests, *[-1] * (rows - len(owners))]
+        counts = [*plan.counts, *[0] * (rows - len(owners))]
+        modes: dict[Mode, list[int]] = {
+            mode: [request if i < len(owners) and owners[i].mode == mode else -1 for i, request in enumerate(numbers)]
+            for mode in MODES
+            if any(handle.mode == mode for handle in owners)
+        }
+
+        def step(state: State) -> tuple[tuple[Verdict, jax.Array], State]:
+            return self._step(state, numbers, counts, modes)
+
+        verdict, drafted = self.pool.run(plan, step, commits="some")
+        for array in (verdict.token, verdict.logprob, drafted):
+            array.copy_to_host_async()
+        self.flights.append(VerifyFlight(verdict, drafted, owners))
+        self._unsettled = plan, verdict, owners
+
+    def _step(
+        self, state: State, numbers: Sequence[int], counts: Sequence[int], modes: Mapping[Mode, Sequence[int]]
+    ) -> tuple[tuple[Verdict, jax.Array], State]:
+        request, count = self._on_device(numbers), self._on_device(counts)
+        (found, self._drafting), state = speculation.run_verify(
+            self.params, state, self._drafting, self.slate.token, request, count
+        )
+        verdict = self._silent[len(numbers)]
+        for mode, theirs in modes.items():
+            self.slate, verdict = speculation.run_judge(self.slate, found, verdict, self._on_device(theirs), mode=mode)
+        self._drafting, state = speculation.run_keep(self.params, state, self._drafting, found, verdict, request)
+        return (verdict, found.drafted), state
+
+    def _prefill(self, state: State, batch: Batch, behind: Mapping[int, int | None]) -> tuple[jax.Array, State]:
+        if self._source == "ngram":
+            return super()._prefill(state, batch, behind)
+        (logits, newest), state = prefill_with_head(self.params, state, batch, self._following(behind))
+        self._keep_hidden(newest, behind)
+        return logits, state
+
+    def _score(
+        self, state: State, batch: Batch, targets: np.ndarray, behind: Mapping[int, int | None]
+    ) -> tuple[tuple[jax.Array, jax.Array], State]:
+        if self._source == "ngram":
+            return super()._score(state, batch, targets, behind)
+        (logits, newest, scores), state = speculation.run_score_with_head(
+            self.params, state, batch, targets, self._following(behind)
+        )
+        self._keep_hidden(newest, behind)
+        return (logits, scores), state
+
+    def _following(self, behind: Mapping[int, int | None]) -> np.ndarray:
+        # By request; -1 where the token behind is not known yet: the first drafts do that row.
+        following = np.full(self.pool.config.max_requests, -1, np.int32)
+        for request, token in behind.items():
+            following[request] = -1 if token is None else token
+        return following
+
+    def _keep_hidden(self, newest: jax.Array, behind: Mapping[int, int | None]) -> None:
+        complete = [request if token is None else -1 for request, token in behind.items()]
+        complete += [-1] * (self.pieces - len(complete))
+        self._drafting = speculation.run_keep_hidden(self._drafting, newest, self._on_device(complete))
+
+    def warming(self) -> Iterator[Callable[[], Any]]:
+        yield from self._warm_reading()
+        # The first token behind a prompt is drawn, and all others are judged.
+        yield lambda: self._warm_draw(self._warm_window(self.token_buckets[0]))
+        for rows in self.row_buckets:
+            yield lambda rows=rows: self._warm_decode(rows)
+
+    def _warm_admission(self) -> None:
+        super()._warm_admission()
+        if self._source == "ngram":
+            text = np.zeros(self.pool.config.max_length, np.int32)
+            self._drafting = speculation.run_admit_history(self._drafting, np.int32(0), text)
+
+    def _warm_decode(self, rows: int) -> None:
+        nobody = [-1] * rows
+        self.pool.run((), lambda state: self._step(state, nobody, [0] * rows, dict.fromkeys(MODES, nobody)))
