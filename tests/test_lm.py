@@ -304,6 +304,9 @@ def test_overrides_win_over_the_platforms(monkeypatch: pytest.MonkeyPatch) -> No
     assert random_model(SMALL).config.state_layout == "twin"
     assert random_model(SMALL, state_layout="in_place").config.state_layout == "in_place"
     assert random_model(SMALL.replace(dtype="bfloat16")).config.dtype == "bfloat16"
+    monkeypatch.setattr("gdnjax.weights.orbax_io.restore", lambda path, config, shardings: {})
+    assert load("tiny").config.state_layout == "twin"
+    assert load("tiny", state_layout="in_place").config.state_layout == "in_place"
 
 
 def test_unknown_models(tmp_path: Path) -> None:

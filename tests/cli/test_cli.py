@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from gdnjax.cli import UsageError, main
 from gdnjax.cli.doctor import PLUGINS, installed
 from gdnjax.cli.generate import MAX_IDS_BYTES, Printer
 from gdnjax.cli.info import format_bytes, parse_size
+from gdnjax.cli.source import require_platform
 from gdnjax.config import Config, from_preset
 from gdnjax.lm import LanguageModel
 from gdnjax.sizes import sizes
@@ -500,6 +502,17 @@ def test_a_gpu_that_is_asked_for_and_missing_fails() -> None:
         assert done.returncode == 1, done
         assert "JAX was told to use 'cuda', and that is not here" in done.stderr + done.stdout
         assert "Traceback" not in done.stderr
+
+
+def test_a_platform_that_jax_has_not_is_never_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jax.default_backend() == "cpu"  # JAX runs here already, and does not look again
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    before = jax.config.jax_platforms
+    try:
+        with pytest.raises(RuntimeError, match="--platform cuda: JAX's device is cpu; run `gdnjax doctor`"):
+            require_platform(argparse.Namespace(platform="cuda"))
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 def test_info_as_a_process() -> None:
