@@ -24,8 +24,8 @@ from pallas_kernels.triton_backend import Warps, device_kind, launch, load, stor
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Queries of one program, and the dimensions of a head that are multiplied at a time. Set by what the
-    registers hold: see docs/amd.md."""
+    """Queries of one program, and the dimensions of a head that are multiplied at a time: as many as registers hold
+    on every target, with so many warps."""
 
     queries: int
     piece: int
@@ -104,6 +104,7 @@ def _packed(
             def held_of(x: jax.Array) -> jax.Array:
                 return jnp.where(held[:, None], x, jnp.zeros((), dtype))
 
+            # Everything is under way before a select or a product waits for any of it.
             k, v = read(keys), read(values)
             scores = jnp.zeros((tile.queries, BLOCK), jnp.float32)
             for piece, k_piece in zip(pieces, k, strict=True):
@@ -152,9 +153,10 @@ def paged_attention_packed(
     size = tile.queries * groups // heads
     chunks = chunk_table(segments, rows, size)
     flat = [array.reshape(rows * heads, dim) for array in (q, *([] if gate is None else [gate]))]
+    # AMD's matrix units take operands from registers, where q would stay for the whole loop.
     amd = device_kind().lower().startswith("gfx")
-    # Keys as far as one can tell without the positions: each window its own.
-    read = chunks.shape[0] * groups * rows
+    # Keys that all programs read, as far as one can tell without the positions.
+    read = chunks.shape[0] * groups * rows // 2
     (out,) = launch(
         functools.partial(_packed, heads=heads, page_size=page_size, tile=tile, read_again=amd),
         [chunks, owned_rows(segments, rows), flat[0], keys, values, page_table, *flat[1:]],
@@ -163,9 +165,9 @@ def paged_attention_packed(
         out_shape=[jax.ShapeDtypeStruct(flat[0].shape, jnp.float32 if gate is None else gate.dtype)],
         warps=tile.amd if amd else tile.nvidia,
         cost=pl.CostEstimate(
-            flops=4 * tile.queries * read * dim // 2,
-            transcendentals=tile.queries * read // 2,
-            bytes_accessed=read * dim * keys.dtype.itemsize + 3 * q.size * q.dtype.itemsize,
+            flops=4 * tile.queries * read * dim,
+            transcendentals=tile.queries * read,
+            bytes_accessed=2 * read * dim * keys.dtype.itemsize + 3 * q.size * q.dtype.itemsize,
         ),
         interpret=interpret,
     )
