@@ -149,8 +149,10 @@ def _paged_attention(rows: int) -> Iterator[Case]:
 
 def _paged_attention_packed(rows: int) -> Iterator[Case]:
     def run(*arguments: Any) -> Any:
-        *rest, gate = arguments
-        return attention.paged_attention_packed(*rest, PAGE_SIZE, gate, implementation="pallas")
+        q, keys, values, table, segments, gate = arguments
+        return attention.paged_attention_packed(
+            q, keys, values, table, segments, PAGE_SIZE, gate, implementation="pallas"
+        )
 
     for shape in attention_shapes.SHAPES:
         arguments = shapes_of(

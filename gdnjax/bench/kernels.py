@@ -149,8 +149,8 @@ def window_cases(config: Config) -> Iterator[Case]:
             return (), attention_shapes.packed_arguments(shape, [rows], key, position, c.page_size, dtype)
 
         def call(_: Any, rest: Any) -> tuple[Any, Any]:
-            *arguments, gate = rest
-            return (), paged_attention_packed(*arguments, c.page_size, gate)
+            q, keys, values, table, segments, gate = rest
+            return (), paged_attention_packed(q, keys, values, table, segments, c.page_size, gate)
 
         moved = attention_shapes.packed_bytes_moved(shape, [rows], position, dtype)
         operations = attention_shapes.packed_flops(shape, [rows], position)
