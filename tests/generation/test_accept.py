@@ -166,6 +166,16 @@ def test_runs_of_accepted_drafts() -> None:
     np.testing.assert_allclose(a.logprob, logprob, rtol=0, atol=1e-6)
 
 
+def test_what_is_accepted_follows_the_request_not_its_row() -> None:
+    fed = [[0, 1, 2, 3], [0, 1, 2, 5], [0, 5, 2, 3], [0, 1, 2, 3]]
+    limit, order = jnp.array([9, 2, 9, 9]), [2, 0, 3, 1]
+    a = greedy(fed, [[1, 2, 3, 4]] * 4, [4, 4, 4, 2], limit=limit)
+    assert a.accepted.tolist() == [4, 2, 1, 2]
+    moved = greedy([fed[i] for i in order], [[1, 2, 3, 4]] * 4, [4, 4, 2, 4], limit=limit[jnp.array(order)])
+    for one, other in zip(*map(jax.tree.leaves, (a, moved)), strict=True):
+        np.testing.assert_array_equal(np.asarray(one)[order], other)
+
+
 def test_counts_outside_of_what_was_run_are_clamped() -> None:
     a = greedy([[0, 1, 2, 3]] * 4, [[1, 2, 3, 4]] * 4, [9, 0, -1, 4])
     assert a.accepted.tolist() == [4, 1, 1, 4]
