@@ -40,7 +40,7 @@ class Speculator(Launcher):
         super().__init__(params, pool)
         config = pool.config
         # A step holds all that decode: the pool has one step at a time that is not committed.
-        self.row_buckets = row_buckets(config.max_requests, config.max_requests)
+        self.row_buckets = row_buckets(pool.requests.most, pool.requests.most)
         self._source: Source = source
         self._drafting = speculation.new_drafting(config, source)
         self._silent = {rows: speculation.new_verdict(rows, config.verify_rows) for rows in self.row_buckets}

@@ -390,10 +390,10 @@ class StatePool:
             self.requests.commit()
         if plans and self.watch.on:
             kinds = ", ".join("prefill" if plan.keep_in_place else self._step_kind for plan in plans)
-            if self.pending:  # current once committed
-                self.watch.after_call(kinds, self._state)
-            else:
+            if commits or all(plan.keep_in_place for plan in plans):
                 self.watch.after_step(kinds, self._state, self.requests.names)
+            else:  # current once committed
+                self.watch.after_call(kinds, self._state)
         return out
 
     @_checked
@@ -418,7 +418,7 @@ class StatePool:
             self._state = run_commit(self.state)
         ran = self.pending
         self.requests.commit(accepted)
-        if ran and self.watch.on:
+        if ran and self.watch.on and not on_device:
             self.watch.after_step(self._step_kind, self._state, self.requests.names)
 
     @_checked

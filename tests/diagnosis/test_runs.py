@@ -95,15 +95,24 @@ def test_generation_that_speculates(traced: Callable[[str], str], monkeypatch: p
     assert traced_run.entries[-1].position == len(SHORT[0]) + limits[0] - 1
 
 
-def test_an_engine(traced: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("speculate", [0, 2])
+def test_an_engine(speculate: int, traced: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [result.tokens for result in run(small_model(), SHORT, 4, loop="python")]
     path = traced("engine")
     monkeypatch.setenv("GDNJAX_GUARD", "1")
-    engine = Engine(small_model(), max_requests=2, kv_tokens=8 * 16, chunk_tokens=16)
+    speculation: Any = {"speculate": speculate, "drafts": "ngram"} if speculate else {}
+    engine = Engine(small_model(), max_requests=2, kv_tokens=8 * 16, chunk_tokens=16, **speculation)
     handles = [engine.submit(prompt, 4, stop_ids=()) for prompt in SHORT]
     engine.run()
     assert [handle.tokens for handle in handles] == expected
     (traced_run,) = read_trace(path)
     seen = [(e.kind, e.request, e.position - len(SHORT[e.request])) for e in traced_run.entries]
-    prefill = [("prefill", i, 0) for i in range(2)]
-    assert seen == prefill + [("decode", i, step) for step in (1, 2, 3) for i in range(2)]
+    assert seen[:2] == [("prefill", 0, 0), ("prefill", 1, 0)]
+    if not speculate:
+        assert seen[2:] == [("decode", i, step) for step in (1, 2, 3) for i in range(2)]
+    else:
+        # Once a step, when it has run: a step that is settled later is the same step.
+        steps = [(e.step, e.request) for e in traced_run.entries]
+        assert len(set(steps)) == len(steps) and {kind for kind, _, _ in seen[2:]} == {"verify"}
+        assert [max(p for _, r, p in seen if r == i) for i in range(2)] == [3, 3]
+        assert [e.step for e in traced_run.entries if e.request == 0] == list(range(len(steps) // 2))

@@ -18,11 +18,8 @@ from gdnjax.config import Config
 from gdnjax.model import decode_step, prefill, verify_step
 from gdnjax.state import (
     State,
-    cached_kv,
     commit_verified,
-    conv_window,
     prefill_batch,
-    recurrent_state,
     state_shapes,
     verify_batch,
 )
@@ -113,14 +110,17 @@ class Verifier(Server):
 
 
 def contents(state: State) -> dict[str, np.ndarray]:
-    """What every request's state means, its record replayed."""
-    state, found = jit_replay(params(), state), {}
-    for request in range(state.config.max_requests):
-        for layer in range(2):
-            found[f"state {layer} of {request}"] = np.array(recurrent_state(state, layer, request))
-            # The oldest is not read again, and a step that was dropped may have written over it.
-            found[f"window {layer} of {request}"] = np.array(conv_window(state, layer, request))[:, 1:]
-        found[f"keys of {request}"], found[f"values of {request}"] = map(np.array, cached_kv(state, 0, request))
+    """What every request's state means, its record replayed. By hand: every length would compile its own gather."""
+    s, c, found = host_copy(jit_replay(params(), state)), state.config, {}
+    for request, position in enumerate(s.position):
+        # Without the oldest input of a window, which is not read again: a step that was dropped may be written over it.
+        window = np.arange(max(0, position - c.linear_conv_kernel_dim + 1), position)
+        places = (s.page_table[request][:, None] * c.page_size + np.arange(c.page_size)).reshape(-1)[:position]
+        for layer in range(len(c.gdn_layers)):
+            slot = s.read_slot[request] if position else 0
+            found[f"state {layer} of {request}"] = s.recurrent[layer][slot]
+            found[f"window {layer} of {request}"] = s.conv[layer][request + 1][window % c.ring_columns]
+        found[f"keys of {request}"], found[f"values of {request}"] = s.keys[0][places], s.values[0][places]
     return found
 
 
@@ -228,9 +228,8 @@ def test_records_and_slots_have_the_same_bits() -> None:
                 assert_same_bits(state[name], array, f"{design}: {name}")
 
 
-@pytest.mark.parametrize("design", [("in_place", "record"), ("twin", "slots")], ids="-".join)
-def test_fewer_rows_than_the_state_takes_and_rows_behind_the_end(design: tuple[str, str]) -> None:
-    config = config_of(design)
+def test_fewer_rows_than_the_state_takes_and_rows_behind_the_end() -> None:
+    config = config_of(("in_place", "record"))
     server, other = Verifier(config, params()), Verifier(config, params())
     prompt = [int(i) for i in np.random.default_rng(1).integers(0, config.vocab_size, config.max_length - 3)]
     for one in (server, other):
