@@ -46,6 +46,16 @@ def sizes(config: Config) -> Sizes:
     )
 
 
+def layouts(config: Config, speculate: int) -> dict[tuple[str, str], Config]:
+    """A config with so many drafts a step in all ways to keep them: by (`state_layout`, `speculative_state`).
+
+    Raises:
+        ConfigError: not 1 to 7 drafts.
+    """
+    ways = [(layout, kind) for kind in ("record", "slots") for layout in ("in_place", "twin")]
+    return {way: config.replace(speculate=speculate, state_layout=way[0], speculative_state=way[1]) for way in ways}
+
+
 def _request_bytes(config: Config, layout: str) -> int:
     # What one more request adds to the arrays: the reserved slot and row are there once.
     def total(requests: int) -> int:

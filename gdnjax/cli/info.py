@@ -22,6 +22,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
     parser.add_argument("--state-layout", choices=("in_place", "twin"), help="layout that --memory counts with")
+    parser.add_argument(
+        "--speculate", type=int, metavar="K", help="what K drafts a step cost, in each way to keep their states"
+    )
     parser.add_argument("--max-length", type=int, metavar="N", help="length that --memory gives every request")
     parser.add_argument("--platform", choices=PLATFORMS, help="count with this platform's overrides")
     add_json_flag(parser)
@@ -29,10 +32,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gdnjax.sizes import fit, sizes
+    from gdnjax.sizes import fit, layouts, sizes
 
     if (args.model is None) == (args.config is None):
         raise UsageError("it takes a MODEL or --config NAME")
+    if args.speculate is not None and args.speculate < 1:
+        raise UsageError(f"--speculate {args.speculate}; it takes 1 to 7, drafts of a step")
     config = read_config(args.model, args.config)
     config = config if args.platform is None else config.for_platform(args.platform)
     changes: dict[str, Any] = {
@@ -46,6 +51,17 @@ def run(args: argparse.Namespace) -> int:
     requests, kv_tokens = config.max_requests, config.kv_pages * config.page_size
     if args.memory is not None:
         requests, kv_tokens = fit(config, parse_size(args.memory))
+    ways = {} if args.speculate is None else layouts(config, args.speculate)
+    memory = None if args.memory is None else parse_size(args.memory)
+    speculation = [
+        {
+            "state_layout": layout,
+            "speculative_state": kind,
+            "bytes_per_request": sizes(way).bytes_per_request[layout],
+            **({} if memory is None else dict(zip(("max_requests", "kv_tokens"), fit(way, memory), strict=True))),
+        }
+        for (layout, kind), way in ways.items()
+    ]
     if args.json:
         print_json(
             {
@@ -55,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
                 "bytes_per_kv_token": costs.bytes_per_kv_token,
                 "max_requests": requests,
                 "kv_tokens": kv_tokens,
+                **({"speculation": speculation} if speculation else {}),
             }
         )
         return 0
@@ -67,6 +84,10 @@ def run(args: argparse.Namespace) -> int:
         ("max_requests" if args.memory is None else f"requests that fit in {args.memory}", f"{requests:,}"),
         ("kv_tokens" if args.memory is None else f"KV tokens that fit in {args.memory}", f"{kv_tokens:,}"),
     ]
+    for way in speculation:
+        fits = "" if memory is None else f", {way['max_requests']:,} requests and {way['kv_tokens']:,} KV tokens fit"
+        name = f"{args.speculate} drafts, {way['speculative_state']}, {way['state_layout']}"
+        rows.append((name, f"{format_bytes(way['bytes_per_request'])} a request{fits}"))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from typing import Any
 
 import yaml
@@ -20,6 +21,15 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in configs_dir().glob("*.yaml"))
 
 
+def speculating(name: str) -> tuple[str, dict[str, Any]]:
+    """`27b_mtp3` is the shape `27b` with 3 drafts a step of its draft head: the shape, and the keys that the rest of
+    its name sets."""
+    match = re.fullmatch(r"(.+)_mtp([1-7])", name)
+    if match is None:
+        return name, {}
+    return match.group(1), {"speculate": int(match.group(2)), "draft_kv": True}
+
+
 def preset_path(name: str) -> pathlib.Path:
     """The file of a shipped shape, or a file of one's own: any name that ends in `.yaml`.
 
@@ -31,19 +41,23 @@ def preset_path(name: str) -> pathlib.Path:
         if not path.is_file():
             raise ConfigError(f"{path}: no such file; it takes a YAML file of config keys, as those in configs/")
         return path
+    name, _ = speculating(name)
     if name not in preset_names():
         takes = ", ".join(preset_names())
-        raise ConfigError(f"unknown config {name!r}; it takes one of {takes}, or a file that ends in .yaml")
+        raise ConfigError(
+            f"unknown config {name!r}; it takes one of {takes}, with _mtp2 or _mtp3 behind it for as many drafts a "
+            "step, or a file that ends in .yaml"
+        )
     return configs_dir() / f"{name}.yaml"
 
 
 def from_preset(name: str, **overrides: Any) -> Config:
-    """The shape `configs/NAME.yaml`, or the one in a file of one's own.
+    """The shape `configs/NAME.yaml`, or the one in a file of one's own; `NAME_mtp3` drafts 3 tokens a step.
 
     Raises:
         ConfigError: no such shape, or one with a key that is unknown or unsupported.
     """
-    return from_yaml(preset_path(name), **overrides)
+    return from_yaml(preset_path(name), **speculating(name)[1] | overrides)
 
 
 def with_override(name: str, platform: str, key: str, value: Any) -> str:
@@ -56,7 +70,8 @@ def with_override(name: str, platform: str, key: str, value: Any) -> str:
     merged = {p: dict(keys) for p, keys in config.platform_overrides}
     merged.setdefault(platform, {})[key] = value
     config.replace(platform_overrides=merged)
-    values = yaml.safe_load(preset_path(name).read_text(encoding="utf-8")) | {"platform_overrides": merged}
+    values = yaml.safe_load(preset_path(name).read_text(encoding="utf-8")) | speculating(name)[1]
+    values |= {"platform_overrides": merged}
     return yaml.safe_dump(values, sort_keys=False)
 
 

@@ -257,6 +257,7 @@ def test_config_keys_arrive(ids_file: str, monkeypatch: pytest.MonkeyPatch, caps
         (["info", "m", "--config", "small"], "it takes a MODEL or --config NAME"),
         (["info", "--config", "small", "--memory", "much"], "--memory 'much': it takes a number with a unit"),
         (["info", "--config", "small", "--memory", "-1GiB"], "expected one argument"),
+        (["info", "--config", "small", "--speculate", "0"], "--speculate 0; it takes 1 to 7"),
         (["convert", "a"], "the following arguments are required: DST"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -278,6 +279,7 @@ def test_usage_errors(capsys: Capture, arguments: list[str], message: str) -> No
         ),
         (["info", "no/such"], "unknown model 'no/such'"),
         (["info", "--config", "huge"], "unknown config 'huge'"),
+        (["info", "--config", "small", "--speculate", "8"], "speculate = 8; it takes an integer from 0"),
         (["info", "--config", "small", "--memory", "1KiB"], "memory of 1,024 bytes holds no request"),
         (["info", "--config", "small", "--memory", "0"], "memory of 0 bytes holds no request"),
     ],
@@ -418,6 +420,20 @@ def test_info_changes(capsys: Capture) -> None:
     assert value["bytes_per_kv_token"] == 128
     assert value["kv_tokens"] == 128
     assert value["bytes_per_request"]["in_place"] == 4096 + 1024
+
+
+def test_info_of_drafts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the shipped shapes
+    assert main(["info", "--config", "27b", "--speculate", "3", "--memory", "64GiB", "--json"]) == 0
+    ways = {(w["state_layout"], w["speculative_state"]): w for w in json.loads(capsys.readouterr().out)["speculation"]}
+    # 48 layers with pages of 3 MiB, and in a record two halves of 4 rows of k, v, a and b.
+    page, record = 3 * 2**20, 2 * 4 * (16 * 128 + 48 * 128 + 2 * 48) * 2
+    for layout, pages in (("in_place", 4), ("twin", 8)):
+        freed = ways[layout, "slots"]["bytes_per_request"] - ways[layout, "record"]["bytes_per_request"]
+        assert freed == 48 * ((pages - pages // 4) * page - record)
+        assert ways[layout, "record"]["max_requests"] > ways[layout, "slots"]["max_requests"]
+    assert main(["info", "--config", "27b", "--speculate", "3"]) == 0
+    assert "3 drafts, slots, twin" in capsys.readouterr().out
 
 
 def test_info_text(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from gdnjax.config import (
     from_yaml,
     preset_names,
 )
+from gdnjax.config.presets import with_override
 from gdnjax.config.schema import MOST_DRAFTS
 from gdnjax.weights.declaration import abstract_params
 from pallas_kernels.gated_delta_verify.record import MOST_ROWS
@@ -236,6 +238,16 @@ def test_yaml(tmp_path: Path) -> None:
 def test_yaml_refusals(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         from_yaml(write_yaml(tmp_path, text))
+
+
+def test_a_preset_with_drafts() -> None:
+    assert from_preset("0.8b_mtp2") == from_preset("0.8b").replace(speculate=2, draft_kv=True)
+    assert from_preset("0.8b_mtp3", speculate=1).speculate == 1
+    for name in ("0.8b_mtp8", "0.8b_mtp", "1b_mtp2"):
+        with pytest.raises(ConfigError, match=rf"unknown config '{name.removesuffix('_mtp2')}.*with _mtp2 or _mtp3"):
+            from_preset(name)
+    text = with_override("0.8b_mtp2", "rocm", "state_layout", "in_place")
+    assert yaml.safe_load(text)["speculate"] == 2
 
 
 def test_presets() -> None:
