@@ -157,7 +157,8 @@ def test_a_step_of_several_tokens_is_cut_where_the_request_ends() -> None:
     assert calls == [(ids("x"), "x"), (ids("abc"), "abc"), (ids("d"), "d")]
 
     # a stop id, a stop string, and one that ends inside of the step and began before it
-    for one, text in [(collector((ord("b"),)), "xa"), (collector((), ("b",)), "xa"), (collector((), ("xab",)), "")]:
+    for stop_ids, stop, text in [((ord("b"),), (), "xa"), ((), ("b",), "xa"), ((), ("xab",), "")]:
+        one = collector(stop_ids, stop)
         assert not one.push_step(ids("abc"), [-1.0] * 3, 3) and not one.push_step(ids("d"), [-1.0])
         result = one.result(False)
         assert (result.tokens, result.text, result.finish_reason) == (ids("xab"), text, "stop")
