@@ -28,6 +28,7 @@ SCORE_ROWS = 64
 """Rows of a window whose tokens are scored: each has logits over the whole vocabulary."""
 
 MOST_ROWS_KEPT = 16
+"""Arrays of request numbers that a launcher keeps on the device."""
 
 Fetch = Callable[..., list[list[Any]]]
 """Device arrays -> as lists, once the device has them."""
@@ -141,7 +142,7 @@ class Launcher:
     def decode(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
         """One token of each of the plan's requests."""
         rows = smallest(self.row_buckets, len(plan.requests))
-        request, token = self._on_device(plan.rows(rows).tolist()), self.slate.token
+        request, token = self._on_device([*plan.requests, *[-1] * (rows - len(plan.requests))]), self.slate.token
         logits = self.pool.run(
             plan, lambda state: programs.run_decode(self.params, state, token, request), commits=True
         )

@@ -17,7 +17,7 @@ import numpy as np
 from gdnjax.config import Config
 from gdnjax.generation.accept import NOT_FINITE, NOTHING
 from gdnjax.generation.loop import Emission
-from gdnjax.generation.sampling import Sampler, SamplingParams, penalize, sample
+from gdnjax.generation.sampling import Sampler, SamplingParams, logprob_of, penalize, sample
 from gdnjax.model.step import decode_and_commit, prefill
 from gdnjax.state.batch import Batch
 from gdnjax.state.pytree import State
@@ -114,8 +114,7 @@ def score(params: Params, state: State, batch: Batch, targets: jax.Array) -> tup
     """
     assert batch.logits_rows is not None
     logits, state = prefill(params, state, Batch(batch.tokens, batch.request))
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return (logits[batch.logits_rows], chosen - jax.nn.logsumexp(logits, axis=-1)), state
+    return (logits[batch.logits_rows], logprob_of(logits, targets)), state
 
 
 def sampler_of(slate: Slate, number: jax.Array, mode: Mode) -> Sampler:
@@ -151,8 +150,7 @@ def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tup
     if sampler.penalized:
         logits = penalize(logits, sampler, slate.in_prompt[number], slate.in_output[number])
     token = sample(logits, sampler, slate.drawn[number])
-    chosen = jnp.take_along_axis(raw, token[:, None], axis=-1)[:, 0]
-    logprob = chosen - jax.nn.logsumexp(raw, axis=-1)
+    logprob = logprob_of(raw, token)
     target = jnp.where(live, request, slate.token.shape[0])
     out = jnp.where(live, jnp.where(jnp.isfinite(logprob), token, NOT_FINITE), NOTHING)
     in_output = slate.in_output

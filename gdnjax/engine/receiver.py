@@ -66,17 +66,9 @@ class Receiver:
     def _tokens(self, flight: Flight, finish: Finish) -> list[int]:
         broken: list[int] = []
         tokens, logprobs = self.fetch(flight.emission.token, flight.emission.logprob)
-        received = 0
         for handle, token, logprob in zip(flight.handles, tokens, logprobs, strict=False):
-            if handle is None or handle.finish_reason is not None:
-                continue
-            if token == NOT_FINITE:
-                finish(handle, "error")
-                broken.append(handle.number)
-                continue
-            received += 1
-            self._take(handle, token, logprob, finish)
-        self._counters["generated_tokens"] += received
+            if handle is not None and handle.finish_reason is None:
+                self._take(handle, token, logprob, finish, broken)
         return broken
 
     def _verified(self, flight: VerifyFlight, finish: Finish) -> list[int]:
@@ -85,24 +77,23 @@ class Receiver:
         for handle, tokens, logprobs, drafted in zip(flight.handles, *rows, strict=False):
             if handle.finish_reason is not None:
                 continue
-            received = 0
+            before = len(handle.tokens)
             for token, logprob in zip(tokens, logprobs, strict=True):
                 # A stop may stand inside of what was accepted: what is behind it was never emitted.
                 if token == NOTHING or handle.finish_reason is not None:
                     break
-                if token == NOT_FINITE:
-                    finish(handle, "error")
-                    broken.append(handle.number)
-                    break
-                received += 1
-                self._take(handle, token, logprob, finish)
-            self._counters["generated_tokens"] += received
+                self._take(handle, token, logprob, finish, broken)
             self._counters["drafted_tokens"] += drafted
-            self._counters["accepted_tokens"] += max(0, received - 1)
+            self._counters["accepted_tokens"] += max(0, len(handle.tokens) - before - 1)
         return broken
 
-    def _take(self, handle: Handle, token: int, logprob: float, finish: Finish) -> None:
-        """One more token of a request, which may end it."""
+    def _take(self, handle: Handle, token: int, logprob: float, finish: Finish, broken: list[int]) -> None:
+        """One more token of a request, which may end it; or none, where its logits were not finite."""
+        if token == NOT_FINITE:
+            finish(handle, "error")
+            broken.append(handle.number)
+            return
+        self._counters["generated_tokens"] += 1
         handle.logprobs.append(logprob)
         handle.tokens.append(token)
         more = handle.collector.push(token, logprob)

@@ -16,8 +16,9 @@ from gdnjax.config import Config
 from gdnjax.engine.programs import Mode, Slate, sampler_of
 from gdnjax.generation.accept import NOTHING, accept
 from gdnjax.generation.drafting import Source
-from gdnjax.generation.lookup import look_up
-from gdnjax.model.draft import draft, draft_prefill, fill_draft_kv
+from gdnjax.generation.lookup import continue_text
+from gdnjax.generation.sampling import logprob_of
+from gdnjax.model.draft import draft, draft_prefill, fill_accepted
 from gdnjax.model.layers import head
 from gdnjax.model.step import prefill_hidden
 from gdnjax.model.verify import verify_step
@@ -104,9 +105,7 @@ def score_with_head(
     hidden, state = prefill_hidden(params, state, batch)
     state = draft_prefill(params, state, batch, hidden, following)
     logits = head(params, hidden)
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    scores = chosen - jax.nn.logsumexp(logits, axis=-1)
-    return (logits[batch.logits_rows], hidden[batch.logits_rows], scores), state
+    return (logits[batch.logits_rows], hidden[batch.logits_rows], logprob_of(logits, targets)), state
 
 
 def verify(
@@ -129,12 +128,8 @@ def verify(
         available = jnp.full_like(number, most)
     else:
         assert drafting.history is not None
-        place = jnp.where(live, request, drafting.history.shape[0])
-        history = drafting.history.at[place, position].set(newest, mode="drop")
-        drafts, available = look_up(history[number], position + 1, most)
-        # Those that are rejected lie behind the text's end, until others are written over them.
-        behind = position[:, None] + 1 + jnp.arange(most, dtype=jnp.int32)
-        drafting = dataclasses.replace(drafting, history=history.at[place[:, None], behind].set(drafts, mode="drop"))
+        drafts, available, history = continue_text(drafting.history, request, position, newest, most)
+        drafting = dataclasses.replace(drafting, history=history)
     rows = jnp.where(live, jnp.minimum(count, 1 + available), 0)
     tokens = jnp.concatenate([newest[:, None], drafts], axis=1)
     logits, hidden, state = verify_step(params, state, VerifyBatch(tokens, request, rows))
@@ -190,19 +185,11 @@ def keep(
         state: the state with the step pending (donate it). drafting: donate it.
         verification, verdict: of all rows. request: `[G]` int32; -1 is padding.
     """
-    number, (groups, width) = jnp.maximum(request, 0), verdict.token.shape
     accepted = jnp.sum(verdict.token != NOTHING, axis=1, dtype=jnp.int32)
     place = jnp.where(request >= 0, request, state.position.shape[0])
     if drafting.hidden is not None:
         assert verification.hidden is not None
-        # Behind every accepted row stands what was emitted there.
-        offset = jnp.arange(width, dtype=jnp.int32)
-        position = jnp.where(offset < accepted[:, None], state.position[number][:, None] + offset, -1)
-        each = jnp.broadcast_to(request[:, None], position.shape)
-        rows = verification.hidden.reshape(groups * width, -1)
-        after = jnp.maximum(verdict.token, 0)
-        state = fill_draft_kv(params, state, after.reshape(-1), rows, each.reshape(-1), position.reshape(-1))
-        newest = verification.hidden[jnp.arange(groups), jnp.maximum(accepted - 1, 0)]
+        newest, state = fill_accepted(params, state, verdict.token, verification.hidden, request, accepted)
         drafting = dataclasses.replace(drafting, hidden=drafting.hidden.at[place].set(newest, mode="drop"))
     counts = jnp.zeros_like(state.position).at[place].set(accepted, mode="drop")
     # The commit comes last: merged with reads of the same vectors, it could not run in place.

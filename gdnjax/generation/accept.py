@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gdnjax.generation.sampling import Sampler, penalize, sample
+from gdnjax.generation.sampling import Sampler, logprob_of, penalize, sample
 
 NOTHING = -1
 """Emitted by a row that is padding, was rejected, or has finished."""
@@ -81,8 +81,7 @@ def accept(
         before = counts[:, None] + jnp.pad(jnp.cumsum(fed, axis=1), ((0, 0), (1, 0), (0, 0)))
         flat = penalize(flat, samplers, _each(in_prompt, rows), before.reshape(flat.shape))
     sampled = sample(flat, samplers, (emitted[:, None] + row).reshape(-1)).reshape(groups, rows)
-    chosen = jnp.take_along_axis(logits, sampled[..., None], axis=-1)[..., 0]
-    logprob = chosen - jax.nn.logsumexp(logits, axis=-1)
+    logprob = logprob_of(logits, sampled)
     finite = jnp.isfinite(logprob)
 
     ends = ~finite | (emitted[:, None] + row + 1 >= limit[:, None])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gdnjax.generation.adapt import Trials
-from gdnjax.generation.lookup import look_up
+from gdnjax.generation.lookup import continue_text
 from gdnjax.generation.loop import Decoding
 from gdnjax.model.draft import draft
 from gdnjax.state.batch import Batch
@@ -58,12 +58,8 @@ def by_lookup(params: Any, speculation: Speculation, count: int) -> tuple[jax.Ar
     s = speculation
     assert s.history is not None
     rows = jnp.arange(s.token.shape[0], dtype=jnp.int32)
-    position = s.state.position
-    history = s.history.at[rows, position].set(s.token, mode="drop")
-    drafts, available = look_up(history, position + 1, count)
-    # Those that are rejected lie behind the text's end, until others are written over them.
-    behind = position[:, None] + 1 + jnp.arange(count, dtype=jnp.int32)
-    history = history.at[rows[:, None], behind].set(drafts, mode="drop")
+    request = jnp.where(s.live, rows, -1)
+    drafts, available, history = continue_text(s.history, request, s.state.position, s.token, count)
     return drafts, available, dataclasses.replace(s, history=history)
 
 

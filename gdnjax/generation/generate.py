@@ -133,15 +133,16 @@ def _collect(collectors: Mapping[int, Collector], emission: Emission) -> list[in
     drafted = emission.drafted.tolist() if isinstance(emission, Verified) else [0] * rows
     ended = []
     for index, (row, collector) in enumerate(collectors.items()):
-        count = sum(token != NOTHING for token in tokens[row])
-        if count == 0 or collector.finish_reason is not None:
+        new = [token for token in tokens[row] if token not in (NOTHING, NOT_FINITE)]
+        if collector.finish_reason is not None:
             continue
-        if NOT_FINITE in tokens[row]:
+        # What comes before logits that are not finite may end the request, as in plain decoding.
+        if new and not collector.push_step(new, logprobs[row][: len(new)], drafted[row]):
+            ended.append(row)
+        elif NOT_FINITE in tokens[row]:
             raise NonFiniteLogitsError(
                 f"prompt {index}: the logits are NaN or infinite; check the weights, or load them with dtype='float32'"
             )
-        if not collector.push_step(tokens[row][:count], logprobs[row][:count], drafted[row]):
-            ended.append(row)
     return ended
 
 

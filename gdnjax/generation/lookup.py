@@ -9,6 +9,28 @@ LONGEST = 3
 """Most tokens at the end of a text that are looked up."""
 
 
+def continue_text(
+    history: jax.Array, request: jax.Array, position: jax.Array, token: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Notes the newest token of some texts and drafts what follows.
+
+    Args:
+        history: `[requests, L]` int32, the texts, by request.
+        request: `[R]` int32; -1 is padding.
+        position: `[R]` int32, where `token` `[R]` int32 stands, the last of its text.
+        count: drafts a row.
+
+    Returns:
+        Drafts and how many there are, as from `look_up`, and the texts.
+    """
+    place = jnp.where(request >= 0, request, history.shape[0])
+    history = history.at[place, position].set(token, mode="drop")
+    drafts, available = look_up(history[jnp.maximum(request, 0)], position + 1, count)
+    # Those that are rejected lie behind the text's end, until others are written over them.
+    behind = position[:, None] + 1 + jnp.arange(count, dtype=jnp.int32)
+    return drafts, available, history.at[place[:, None], behind].set(drafts, mode="drop")
+
+
 def look_up(history: jax.Array, length: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The tokens behind the most recent earlier occurrence of each text's last 3 tokens, or of its last 2, or 1.
 

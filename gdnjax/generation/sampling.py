@@ -157,5 +157,11 @@ def sample(logits: jax.Array, sampler: Sampler, draw: jax.Array) -> jax.Array:
     return jnp.where(sampler.temperature > 0, drawn.astype(jnp.int32), best)
 
 
+def logprob_of(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """The log-probability of a token each: logits `[..., V]`, token `[...]` int32."""
+    chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
 def _uniform(seed: jax.Array, draw: jax.Array) -> jax.Array:
     return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), draw))

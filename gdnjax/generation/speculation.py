@@ -21,7 +21,7 @@ from gdnjax.generation.accept import NOTHING, accept
 from gdnjax.generation.adapt import best_count, new_trials, observe
 from gdnjax.generation.drafting import Propose, Source, Speculation
 from gdnjax.generation.loop import Decoding, Emission, advanced
-from gdnjax.model.draft import fill_draft_kv
+from gdnjax.model.draft import fill_accepted
 from gdnjax.model.verify import verify_step
 from gdnjax.state.batch import VerifyBatch
 from gdnjax.state.speculation import commit_verified
@@ -93,7 +93,7 @@ def speculative_step(
         width: most drafts of this step, 0 to `speculate`; 0 is a plain step.
     """
     s, rows = speculation, jnp.arange(speculation.token.shape[0], dtype=jnp.int32)
-    request, position = jnp.where(s.live, rows, -1), s.state.position
+    request = jnp.where(s.live, rows, -1)
     drafts, available, s = propose(params, s, width)
     drafted = jnp.minimum(jnp.minimum(wanted(s), available), width)
     tokens = jnp.concatenate([s.token[:, None], drafts], axis=1)
@@ -101,16 +101,7 @@ def speculative_step(
     a = accept(logits, drafts, 1 + drafted, s.sampler, s.live, s.emitted, s.limit, s.stop_ids, s.in_prompt, s.counts)
     newest = s.hidden
     if newest is not None:
-        # Behind every accepted row stands what was emitted there. The next drafts write the newest row again; a step
-        # without drafts does not.
-        offset = jnp.arange(1 + width, dtype=jnp.int32)
-        place = jnp.where(offset < a.accepted[:, None], position[:, None] + offset, -1)
-        each = jnp.broadcast_to(request[:, None], tokens.shape)
-        after = jnp.maximum(a.token, 0)
-        state = fill_draft_kv(
-            params, state, after.reshape(-1), hidden.reshape(-1, hidden.shape[-1]), each.reshape(-1), place.reshape(-1)
-        )
-        newest = hidden[rows, jnp.maximum(a.accepted - 1, 0)]
+        newest, state = fill_accepted(params, state, a.token, hidden, request, a.accepted)
     # The commit comes last: merged with the step's reads of the same vectors, it could not run in place.
     accepted, pending = jax.lax.optimization_barrier((a.accepted, state.pending))
     state = commit_verified(dataclasses.replace(state, pending=pending), accepted)

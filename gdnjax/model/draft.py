@@ -135,6 +135,37 @@ def fill_draft_kv(
     return _step(params, state, tokens, hidden, request, position)[1]
 
 
+def fill_accepted(
+    params: Params, state: State, tokens: jax.Array, hidden: jax.Array, request: jax.Array, accepted: jax.Array
+) -> tuple[jax.Array, State]:
+    """`fill_draft_kv` of a verify step's accepted rows, before the step is committed.
+
+    The next drafts write the newest row again; a step without drafts does not.
+
+    Args:
+        params: weights, with an `mtp` part.
+        state: the state with the step pending, with `draft_kv` (donate it).
+        tokens: `[G, T]` int32, what each row emitted, which is the token behind it; below 0 where it emitted nothing.
+        hidden: `[G, T, H]`, the rows' hiddens after the model's final norm.
+        request: `[G]` int32; -1 is padding.
+        accepted: `[G]` int32, rows that count.
+
+    Returns:
+        The newest hidden of each group `[G, H]`, that of its last accepted row, and the state.
+
+    Raises:
+        ValueError: as `fill_draft_kv`.
+    """
+    groups, rows = tokens.shape
+    offset = jnp.arange(rows, dtype=jnp.int32)
+    first = state.position[jnp.maximum(request, 0)]
+    position = jnp.where(offset < accepted[:, None], first[:, None] + offset, -1)
+    each = jnp.broadcast_to(request[:, None], tokens.shape)
+    behind, seen = jnp.maximum(tokens, 0), hidden.reshape(groups * rows, -1)
+    state = fill_draft_kv(params, state, behind.reshape(-1), seen, each.reshape(-1), position.reshape(-1))
+    return hidden[jnp.arange(groups), jnp.maximum(accepted - 1, 0)], state
+
+
 def _step(
     params: Params, state: State, tokens: jax.Array, hidden: jax.Array, request: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, State]:

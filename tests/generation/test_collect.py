@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gdnjax.generation import NonFiniteLogitsError
+from gdnjax.generation.accept import NOT_FINITE, NOTHING
 from gdnjax.generation.collect import Collector, GenerationResult
+from gdnjax.generation.generate import _collect
+from gdnjax.generation.speculation import Verified
 from gdnjax.resources import checkpoints_dir
 from gdnjax.tokenizer import Tokenizer, load_tokenizer
 from tests.generation.small import OTHER_STOP_ID, STOP_ID, byte_tokenizer
@@ -166,3 +172,16 @@ def test_a_step_of_several_tokens_is_cut_where_the_request_ends() -> None:
         assert [t for new, _ in calls for t in new] == ids("xab")
         assert "".join(piece for _, piece in calls) == text
     assert collector().result(False).tokens_per_step is None
+
+
+def test_logits_that_are_not_finite_behind_the_end_are_nobodys() -> None:
+    def emission(text: str) -> Verified:
+        token = np.array([[*ids(text), NOT_FINITE, NOTHING]], np.int32)
+        return Verified(token, np.zeros(token.shape, np.float32), np.array([3], np.int32))  # pyright: ignore[reportArgumentType]
+
+    ended = Collector(0, 1, byte_tokenizer(), (), ("b",), None)
+    assert _collect({0: ended}, emission("ab")) == [0] and ended.result(False).text == "a"
+    for text in ("ac", ""):
+        going = Collector(0, 1, byte_tokenizer(), (), ("b",), None)
+        with pytest.raises(NonFiniteLogitsError, match="prompt 0: the logits are NaN or infinite"):
+            _collect({0: going}, emission(text))
