@@ -132,8 +132,8 @@ def _watched(state: State) -> Iterator[Watched]:
     c = state.config
     nobody = np.arange(c.max_requests) % EVERY > 0
     # The slots of a step lie in order of the requests, as many for each, once or (twin) twice.
-    halves = 2 if c.state_layout == "twin" else 1
-    slots = np.tile(np.repeat(nobody, (c.slots - 1) // (halves * c.max_requests)), halves)
+    halves = c.slots_per_request // c.step_slots
+    slots = np.tile(np.repeat(nobody, c.step_slots), halves)
     pages = np.arange(1, 1 + c.kv_pages) % EVERY == 0
     caches = [*c.attention_layers, *[None] * c.draft_kv]
     yield from (Watched(layer, "recurrent slot", np.append(False, slots)) for layer in c.gdn_layers)
