@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import Implementation
+from tests.helpers import assert_close, assert_rounded_once
 
 ATTENTION = 2e-6
 SPLIT = 1e-5  # of the kernels on bfloat16, whose weights have 17 bits
@@ -41,3 +43,16 @@ def random_cache(rng: np.random.Generator, lengths: list[int], page_size: int, g
         keys[slots], values[slots] = k, v
         tokens.append((k, v))
     return keys, values, page_table, tokens
+
+
+def assert_attends(out: jax.Array, gated: jax.Array, gate: jax.Array, exact: np.ndarray, tolerance: float) -> None:
+    """The output without a gate and with one, against float64: gated it is rounded once, to the gate's dtype."""
+    assert out.dtype == jnp.float32
+    assert_close(out, exact, tolerance)
+    exact = jnp.asarray(exact / (1 + np.exp(-np.asarray(gate, np.float64))), jnp.float32)
+    assert gated.dtype == gate.dtype
+    if gate.dtype == jnp.bfloat16:
+        assert_rounded_once(gated, exact, tolerance)
+        assert_rounded_once(gated, out * jax.nn.sigmoid(gate.astype(jnp.float32)), 1e-7, "the gate")
+    else:
+        assert_close(gated, exact, tolerance)

@@ -18,8 +18,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged_attention import paged_attention_packed, shapes
 from pallas_kernels.segments import Segments
-from tests.helpers import assert_close, assert_rounded_once, assert_same_bits
-from tests.pallas_kernels.attention import ATTENTION, KERNEL, SPLIT, attention_float64, random_cache
+from tests.helpers import assert_close, assert_same_bits
+from tests.pallas_kernels.attention import ATTENTION, KERNEL, SPLIT, assert_attends, attention_float64, random_cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -136,15 +136,7 @@ def test_real_sizes(name: str, dtype: str, implementation: Implementation) -> No
         rows += length
     exact = np.concatenate(exact)
     tolerance = SPLIT if dtype == "bfloat16" and implementation != "reference" else ATTENTION
-    assert out.dtype == jnp.float32
-    assert_close(out, exact, tolerance)
-    exact = jnp.asarray(exact / (1 + np.exp(-np.asarray(gate, np.float64))), jnp.float32)
-    assert gated.dtype == gate.dtype
-    if dtype == "bfloat16":
-        assert_rounded_once(gated, exact, tolerance)
-        assert_rounded_once(gated, out * jax.nn.sigmoid(gate.astype(jnp.float32)), 1e-7, "the gate")
-    else:
-        assert_close(gated, exact, tolerance)
+    assert_attends(out, gated, gate, exact, tolerance)
 
 
 def test_weights_keep_more_than_bfloat16() -> None:

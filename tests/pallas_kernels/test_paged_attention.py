@@ -23,8 +23,16 @@ from pallas_kernels.paged_attention.reference import (
     causal_attention,
     cut,
 )
-from tests.helpers import assert_close, assert_rounded_once, assert_same_bits
-from tests.pallas_kernels.attention import ATTENTION, KERNEL, SPLIT, attention_float64, both, random_cache
+from tests.helpers import assert_close, assert_same_bits
+from tests.pallas_kernels.attention import (
+    ATTENTION,
+    KERNEL,
+    SPLIT,
+    assert_attends,
+    attention_float64,
+    both,
+    random_cache,
+)
 
 # Four segments of 64 keys at the pinned length: short rows leave some empty, long ones widen them.
 SEGMENTS = {"attention_pin": 256, "attention_segment": 64}
@@ -143,15 +151,7 @@ def test_real_sizes(name: str, dtype: str, implementation: Implementation) -> No
         ]
     )
     tolerance = SPLIT if dtype == "bfloat16" and implementation != "reference" else ATTENTION
-    assert out.dtype == jnp.float32
-    assert_close(out, exact, tolerance)
-    exact = jnp.asarray(exact / (1 + np.exp(-np.asarray(gate, np.float64))), jnp.float32)
-    assert gated.dtype == gate.dtype
-    if dtype == "bfloat16":
-        assert_rounded_once(gated, exact, tolerance)
-        assert_rounded_once(gated, out * jax.nn.sigmoid(gate.astype(jnp.float32)), 1e-7, "the gate")
-    else:
-        assert_close(gated, exact, tolerance)
+    assert_attends(out, gated, gate, exact, tolerance)
 
 
 @both
