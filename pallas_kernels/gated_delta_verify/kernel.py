@@ -1,9 +1,9 @@
 """Verifying candidate rows on one state page: the decode kernel's strips, with loops over rows around its update.
 
-A program owns a strip of one head of one request, and everything that follows from it: it replays what the record
-says, stores the checkpoint, and runs the new rows without storing a state. What it writes to the record is the half
-that nobody reads. Rows that wait for each other are latency, which only other programs hide: hence one strip a
-program, however many decode takes.
+A program owns some strips of one head of one request, and everything that follows from them: it replays what the
+record says, stores the checkpoint, and runs the new rows without storing a state. What it writes to the record is the
+half that nobody reads. Normalizing a row's q and k costs more than a strip's update: a program does it once for all of
+its strips, which also hide each other's waiting.
 
 **Every row goes through `gated_delta_decode.kernel.update_strip` in a loop's body, with decode's tile.** Sums of
 one order and the same contraction of products and sums are what makes the bits the same as those of decoding
@@ -28,11 +28,19 @@ from pallas_kernels.gated_delta_decode.qkv import QkvLayout, qkv_layout
 from pallas_kernels.gated_delta_verify.record import Groups, Record
 from pallas_kernels.triton_backend import launch, load, store
 
+FEW, MANY = 2, 4
+"""Strips of one program. What a row brings is worked out once for all of them; few programs have registers to spare,
+and the more strips, the longer is what a row waits for."""
+MANY_STRIPS = 4096
+"""Strips in all from which on programs take `MANY`."""
+
 SOURCE, TARGET, REPLAY, REPLAYED, RECORD, COUNT = range(6)
 """Columns of the table of groups."""
 
-Inputs = tuple[Pieces, Pieces, jax.Array, jax.Array, jax.Array]
-"""q, k, v, a and b of one row, as `prepare_token` and `update_strip` take them."""
+Strips = tuple[Pieces, ...]
+"""A program's strips of the state."""
+Inputs = tuple[Pieces, Pieces, tuple[jax.Array, ...], jax.Array, jax.Array]
+"""q, k, v by strip, a and b of one row, as `prepare_token` and `update_strip` take them."""
 Weights = tuple[jax.Array, jax.Array]
 """A head's A_log and dt_bias."""
 
@@ -41,7 +49,7 @@ Weights = tuple[jax.Array, jax.Array]
 class Sizes:
     """What a kernel is compiled for.
 
-    * `strip`, `piece`: those of a tile, as they fit.
+    * `strip`, `piece`: those of a tile, as they fit. `strips`: of one program.
     * `rows`: of a group. `record_rows`: of a record's half.
     * `a`, `b`: their first columns in packed rows.
     """
@@ -49,89 +57,109 @@ class Sizes:
     layout: QkvLayout
     strip: int
     piece: int
+    strips: int
     rows: int = 0
     record_rows: int = 0
     a: int = 0
     b: int = 0
 
+    @property
+    def width(self) -> int:
+        """Rows of V of one program."""
+        return self.strip * self.strips
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What one program works on: a strip of V, from row `start`, of one head, for one group of rows."""
+    """What one program works on: strips of V, from row `start`, of one head, for one group of rows."""
 
     sizes: Sizes
     start: jax.Array
     head: jax.Array
     group: jax.Array
 
-    def of_slot(self, pool: Any, slot: jax.Array) -> list[Any]:
-        """The strip in a slot, in pieces of K."""
-        s, rows = self.sizes, pl.ds(self.start, self.sizes.strip)
-        return [pool.at[slot, self.head, rows, pl.ds(x, s.piece)] for x in range(0, s.layout.key_dim, s.piece)]
+    def spans(self) -> list[Any]:
+        """The rows of V of each strip."""
+        return [pl.ds(self.start + n * self.sizes.strip, self.sizes.strip) for n in range(self.sizes.strips)]
 
-    def load(self, pool: Any, slot: jax.Array) -> Pieces:
-        """The strip in float32; zeros for slot 0 whatever it holds."""
+    def of_slot(self, pool: Any, slot: jax.Array) -> list[list[Any]]:
+        """The strips in a slot, each in pieces of K."""
+        s = self.sizes
+        columns = [pl.ds(x, s.piece) for x in range(0, s.layout.key_dim, s.piece)]
+        return [[pool.at[slot, self.head, rows, x] for x in columns] for rows in self.spans()]
+
+    def load(self, pool: Any, slot: jax.Array) -> Strips:
+        """The strips in float32; zeros for slot 0 whatever it holds."""
         tile = (self.sizes.strip, self.sizes.piece)
         asked, zeros = jnp.broadcast_to(slot > 0, tile), jnp.zeros(tile, pool.dtype)
-        stored = [load(ref, mask=asked, other=zeros) for ref in self.of_slot(pool, slot)]
-        return tuple(x.astype(jnp.float32) for x in stored)
+        stored = [[load(ref, mask=asked, other=zeros) for ref in refs] for refs in self.of_slot(pool, slot)]
+        return tuple(tuple(x.astype(jnp.float32) for x in pieces) for pieces in stored)
 
-    def store(self, pool: Any, slot: jax.Array, state: Pieces) -> Pieces:
-        """Stores the strip, but not in slot 0; returns what was stored, in float32."""
-        stored = [x.astype(pool.dtype) for x in state]
+    def store(self, pool: Any, slot: jax.Array, state: Strips) -> Strips:
+        """Stores the strips, but not in slot 0; returns what was stored, in float32."""
+        stored = [[x.astype(pool.dtype) for x in pieces] for pieces in state]
 
         @pl.when(slot > 0)
         def _() -> None:
-            for ref, x in zip(self.of_slot(pool, slot), stored, strict=True):
-                store(ref, x, eviction_policy="evict_first")
+            for refs, pieces in zip(self.of_slot(pool, slot), stored, strict=True):
+                for ref, x in zip(refs, pieces, strict=True):
+                    store(ref, x, eviction_policy="evict_first")
 
-        return tuple(x.astype(jnp.float32) for x in stored)
+        return tuple(tuple(x.astype(jnp.float32) for x in pieces) for pieces in stored)
 
     def key(self, rows: Any, row: jax.Array, first: jax.Array) -> Pieces:
         """q or k: columns from `first` on of a row, for every row of the strip."""
         return read_pieces(rows, row, first, self.sizes.layout.key_dim, self.sizes.strip, self.sizes.piece)
 
+    def values(self, rows: Any, row: jax.Array, first: jax.Array) -> tuple[jax.Array, ...]:
+        """v of a row by strip; `first`: column of the head's."""
+        s = self.sizes
+        return tuple(rows[row, pl.ds(first + self.start + n * s.strip, s.strip)] for n in range(s.strips))
+
 
 def here(sizes: Sizes) -> Place:
     """This program's place on the grid."""
-    return Place(sizes, pl.program_id(0) * sizes.strip, pl.program_id(1), pl.program_id(2))
+    return Place(sizes, pl.program_id(0) * sizes.width, pl.program_id(1), pl.program_id(2))
 
 
 def run_rows(
-    state: Pieces,
+    state: Strips,
     count: jax.Array,
     read: Callable[[jax.Array], Inputs],
     weights: Weights,
-    done: Callable[[jax.Array, Pieces, jax.Array], None],
-) -> Pieces:
-    """Rows 0 to `count` of a group on one strip, one after the other.
+    done: Callable[[jax.Array, Strips, list[jax.Array]], None],
+) -> Strips:
+    """Rows 0 to `count` of a group on a program's strips, one after the other.
 
-    A row's inputs are asked for while the one before is worked on: `read` gets numbers up to `count`.
+    A row's inputs are asked for while the one before is worked on: `read` gets numbers up to `count`. What no state
+    enters is worked out once for all strips.
     """
 
-    def body(t: jax.Array, carry: tuple[Pieces, Inputs]) -> tuple[Pieces, Inputs]:
+    def body(t: jax.Array, carry: tuple[Strips, Inputs]) -> tuple[Strips, Inputs]:
         state, inputs = carry
         ahead = read(t + 1)
-        q, k, v, a, b = inputs
-        state, y = update_strip(state, prepare_token(q, k, a, b, *weights), v)
-        done(t, state, y)
+        q, k, values, a, b = inputs
+        token = prepare_token(q, k, a, b, *weights)
+        stepped = [update_strip(pieces, token, v) for pieces, v in zip(state, values, strict=True)]
+        state = tuple(pieces for pieces, _ in stepped)
+        done(t, state, [y for _, y in stepped])
         return state, ahead
 
     state, _ = jax.lax.fori_loop(0, count, body, (state, read(jnp.int32(0))))
     return state
 
 
-def replay_strip(place: Place, table: Any, record: tuple[Any, Any, Any], state: Pieces, weights: Weights) -> Pieces:
+def replay_strip(place: Place, table: Any, record: tuple[Any, Any, Any], state: Strips, weights: Weights) -> Strips:
     """Replays a group's accepted rows."""
     (keys, values, gates), layout, head = record, place.sizes.layout, place.head
     first, last = table[place.group, REPLAY], place.sizes.record_rows - 1
-    v_columns = pl.ds(head * layout.value_dim + place.start, place.sizes.strip)
 
     def read(t: jax.Array) -> Inputs:
         row = first + jnp.minimum(t, last)
         k = place.key(keys, row, layout.q(head))
+        v = place.values(values, row, head * layout.value_dim)
         # A state does not depend on q: what is read with it here is dropped.
-        return k, k, values[row, v_columns], gates[row, head], gates[row, layout.value_heads + head]
+        return k, k, v, gates[row, head], gates[row, layout.value_heads + head]
 
     return run_rows(state, table[place.group, REPLAYED], read, weights, lambda *_: None)
 
@@ -141,29 +169,30 @@ def run_strip(
     inputs: tuple[Any, Any, Any],
     out: Any,
     count: jax.Array,
-    state: Pieces,
+    state: Strips,
     weights: Weights,
-    keep: Callable[[jax.Array, Pieces], None] = lambda *_: None,
+    keep: Callable[[jax.Array, Strips], None] = lambda *_: None,
 ) -> None:
     """Runs a group's new rows and writes their outputs, zeros from row `count` on. `keep` gets each row's number and
     state."""
     (qkv, a, b), s, head = inputs, place.sizes, place.head
-    v_columns, first = pl.ds(s.layout.v(head) + place.start, s.strip), place.group * s.rows
+    first = place.group * s.rows
 
     def read(t: jax.Array) -> Inputs:
         row = first + jnp.minimum(t, s.rows - 1)
         q, k = (place.key(qkv, row, column) for column in (s.layout.q(head), s.layout.k(head)))
-        return q, k, qkv[row, v_columns], a[row, s.a + head], b[row, s.b + head]
+        return q, k, place.values(qkv, row, s.layout.v(head)), a[row, s.a + head], b[row, s.b + head]
 
-    def write(t: jax.Array, y: jax.Array) -> None:
-        out[first + t, head, pl.ds(place.start, s.strip)] = y.astype(out.dtype)
-
-    def done(t: jax.Array, state: Pieces, y: jax.Array) -> None:
-        write(t, y)
+    def done(t: jax.Array, state: Strips, outputs: list[jax.Array]) -> None:
+        for rows_of_v, y in zip(place.spans(), outputs, strict=True):
+            out[first + t, head, rows_of_v] = y.astype(out.dtype)
         keep(t, state)
 
+    def silent(t: jax.Array, _: None) -> None:
+        out[first + t, head, pl.ds(place.start, s.width)] = jnp.zeros((s.width,), out.dtype)
+
     run_rows(state, count, read, weights, done)
-    jax.lax.fori_loop(count, s.rows, lambda t, _: write(t, jnp.zeros((s.strip,), jnp.float32)), None)
+    jax.lax.fori_loop(count, s.rows, silent, None)
 
 
 def record_strip(place: Place, table: Any, inputs: tuple[Any, Any, Any], record: tuple[Any, Any, Any]) -> None:
@@ -182,7 +211,7 @@ def record_strip(place: Place, table: Any, inputs: tuple[Any, Any, Any], record:
         for t, (mask, x) in enumerate(zip(masks, found, strict=True)):
             store(new.at[target + t, pl.ds(new_column, width)], x, mask=mask)
 
-    copy(qkv, layout.v(head) + start, values, head * layout.value_dim + start, s.strip)
+    copy(qkv, layout.v(head) + start, values, head * layout.value_dim + start, s.width)
 
     @pl.when(start == 0)
     def _() -> None:
@@ -233,9 +262,13 @@ def _replay(
     place.store(pool, table[place.group, TARGET], state)
 
 
-def cut(tile: Tile, pool: jax.Array) -> tuple[int, int]:
-    """A tile's strip and piece, halved until they divide what they cut."""
-    return math.gcd(tile.strip, pool.shape[2]), math.gcd(tile.piece, pool.shape[3])
+def cut(tile: Tile, pool: jax.Array, groups: int) -> tuple[int, int, int]:
+    """Strip, piece and strips of a program: a tile's strip and piece, halved until they divide what they cut. Bits do
+    not depend on how many strips a program has."""
+    _, heads, dv, dk = pool.shape
+    strip, piece = math.gcd(tile.strip, dv), math.gcd(tile.piece, dk)
+    strips = dv // strip
+    return strip, piece, math.gcd(MANY if groups * heads * strips >= MANY_STRIPS else FEW, strips)
 
 
 def group_table(groups: Groups) -> jax.Array:
@@ -265,14 +298,14 @@ def gated_delta_verify(
     """See the reference; dk must be a power of two."""
     count, (_, heads, dv, dk) = groups.count.shape[0], pool.shape
     rows = qkv.shape[0] // count
-    sizes = Sizes(qkv_layout(qkv, pool), *cut(tile, pool), rows, record.rows, a.start, b.start)
+    sizes = Sizes(qkv_layout(qkv, pool), *cut(tile, pool, count), rows, record.rows, a.start, b.start)
     out = jax.ShapeDtypeStruct((qkv.shape[0], heads, dv), qkv.dtype)
     arrays = [pool, *flat(record)]
     out, pool, *rows_out = launch(
         functools.partial(_verify, sizes=sizes),
         [group_table(groups), qkv, a.array, b.array, a_log, dt_bias, *arrays],
         name="gated_delta_verify",
-        grid=(dv // sizes.strip, heads, count),
+        grid=(dv // sizes.width, heads, count),
         out_shape=[out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)],
         warps=tile.warps,
         aliases={6: 1, 7: 2, 8: 3, 9: 4},
@@ -300,12 +333,12 @@ def gated_delta_replay(
     """See the reference's `replay`; the bits are those of `gated_delta_verify`. Returns the pool."""
     count, (_, heads, dv, dk) = groups.count.shape[0], pool.shape
     layout = QkvLayout(record.keys.shape[3], heads, dk, dv)
-    sizes = Sizes(layout, *cut(tile, pool), record_rows=record.rows)
+    sizes = Sizes(layout, *cut(tile, pool, count), record_rows=record.rows)
     (pool,) = launch(
         functools.partial(_replay, sizes=sizes),
         [group_table(groups), a_log, dt_bias, *flat(record), pool],
         name="gated_delta_replay",
-        grid=(dv // sizes.strip, heads, count),
+        grid=(dv // sizes.width, heads, count),
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
         warps=tile.warps,
         aliases={6: 0},

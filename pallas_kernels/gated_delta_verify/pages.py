@@ -13,9 +13,9 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.columns import Columns
-from pallas_kernels.gated_delta_decode.kernel import Pieces, Tile
+from pallas_kernels.gated_delta_decode.kernel import Tile
 from pallas_kernels.gated_delta_decode.qkv import qkv_layout
-from pallas_kernels.gated_delta_verify.kernel import Sizes, cut, here, run_strip
+from pallas_kernels.gated_delta_verify.kernel import Sizes, Strips, cut, here, run_strip
 from pallas_kernels.triton_backend import launch
 
 
@@ -37,7 +37,7 @@ def _pages(
     place = here(sizes)
     weights = a_log[place.head], dt_bias[place.head]
 
-    def keep(t: jax.Array, state: Pieces) -> None:
+    def keep(t: jax.Array, state: Strips) -> None:
         # What goes on is not what was rounded: a step rounds what it stores.
         place.store(pool, pages[place.group, t], state)
 
@@ -60,13 +60,13 @@ def gated_delta_pages(
 ) -> tuple[jax.Array, jax.Array]:
     """See the reference; dk must be a power of two."""
     (groups, rows), (_, heads, dv, dk) = pages.shape, pool.shape
-    sizes = Sizes(qkv_layout(qkv, pool), *cut(tile, pool), rows, a=a.start, b=b.start)
+    sizes = Sizes(qkv_layout(qkv, pool), *cut(tile, pool, groups), rows, a=a.start, b=b.start)
     out = jax.ShapeDtypeStruct((qkv.shape[0], heads, dv), qkv.dtype)
     out, pool = launch(
         functools.partial(_pages, sizes=sizes),
         [source, pages, count, qkv, a.array, b.array, a_log, dt_bias, pool],
         name="gated_delta_pages",
-        grid=(dv // sizes.strip, heads, groups),
+        grid=(dv // sizes.width, heads, groups),
         out_shape=[out, jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
         warps=tile.warps,
         aliases={8: 1},
