@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdnjax.config import Config
-from gdnjax.engine import Engine, Handle, Piece, programs
+from gdnjax.engine import Engine, Handle, Piece
 from gdnjax.engine.scheduler import row_buckets, smallest
+from gdnjax.model.step import decode_and_commit
+from gdnjax.state.batch import Batch
 from gdnjax.state.pytree import init_state
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ PLAIN_IDS = 1000
 """Prompts are of ids under this: every vocabulary has them, and none of them controls anything."""
 BARE_STEPS = 32
 BARE_REPETITIONS = 5
+run_bare = jax.jit(decode_and_commit, donate_argnames="state", keep_unused=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,19 +125,19 @@ def summarize(deliveries: Sequence[Delivery], seconds: float) -> dict[str, float
 
 
 def bare_step(lm: LanguageModel, config: Config, load: Load) -> float:
-    """Seconds of one decode step as the engine runs it, without the engine: the same compiled program, dispatched
-    again and again, on requests halfway through their answers."""
+    """Seconds of one decode step without the engine and without sampling, dispatched again and again, on requests
+    halfway through their answers."""
     rows = smallest(row_buckets(config.max_requests), min(load.clients, config.max_requests))
     state = init_state(config)
     halfway = load.prompt_tokens + load.new_tokens // 2
-    request, token = np.arange(rows, dtype=np.int32), jnp.zeros(config.max_requests, jnp.int32)
+    batch = Batch(jnp.zeros(rows, jnp.int32), jnp.arange(rows, dtype=jnp.int32))
     times = []
     for _ in range(1 + BARE_REPETITIONS):
         position = jnp.full(config.max_requests, halfway, jnp.int32)
         state = jax.block_until_ready(dataclasses.replace(state, position=position))
         start = time.perf_counter()
         for _ in range(BARE_STEPS):
-            _, state = programs.run_decode(lm.params, state, token, request)
+            _, state = run_bare(lm.params, state, batch)
         jax.block_until_ready(state)
         times.append((time.perf_counter() - start) / BARE_STEPS)
     return statistics.median(times[1:])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gdnjax.engine import programs
@@ -14,7 +15,6 @@ from gdnjax.engine.handle import Handle
 from gdnjax.engine.programs import MODES, Mode, new_slate, settings
 from gdnjax.engine.scheduler import row_buckets, smallest, token_buckets
 from gdnjax.engine.speculation import Verdict
-from gdnjax.generation.loop import Emission
 from gdnjax.generation.sampling import SamplingParams
 from gdnjax.state.batch import Batch
 from gdnjax.state.pool import StatePool
@@ -36,10 +36,11 @@ Fetch = Callable[..., list[list[Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """Tokens on their way: row i of `emission` is for `handles[i]` (None: a row of somebody else)."""
+    """Tokens on their way, in one array (`gdnjax.engine.programs.pack`): row i is for `handles[i]` (None: a row of
+    somebody else)."""
 
-    emission: Emission
-    handles: tuple[Handle | None, ...]
+    emission: jax.Array
+    handles: Sequence[Handle | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Launcher:
             logits, logprobs = self.pool.run(plan, lambda state: self._score(state, batch, targets, behind))
             logprobs.copy_to_host_async()
             self.flights.append(ScoreFlight(logprobs, scored, len(ids)))
-        self._draw(logits, [r if token is None else None for r, token in behind.items()], handles, self.pieces)
+        self._draw(logits, self._by_mode([r if token is None else None for r, token in behind.items()], handles))
 
     def _prefill(self, state: State, batch: Batch, behind: Mapping[int, int | None]) -> tuple[jax.Array, State]:
         """The program that reads a window. behind: by request, in order, the token behind its piece; None where what it
@@ -142,30 +143,43 @@ class Launcher:
     def decode(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
         """One token of each of the plan's requests."""
         rows = smallest(self.row_buckets, len(plan.requests))
-        request, token = self._on_device([*plan.requests, *[-1] * (rows - len(plan.requests))]), self.slate.token
-        logits = self.pool.run(
-            plan, lambda state: programs.run_decode(self.params, state, token, request), commits=True
-        )
-        self._draw(logits, plan.requests, handles, rows)
+        request = self._on_device([*plan.requests, *[-1] * (rows - len(plan.requests))])
+        decoded = self.pool.run(plan, lambda state: self._decode(state, request), commits=True)
+        self.slate = dataclasses.replace(self.slate, token=decoded.token, drawn=decoded.drawn)
+        owners = self._by_mode(plan.requests, handles)
+        if "greedy" in owners:
+            self._fly(decoded.emission, owners.pop("greedy"))
+        self._draw(decoded.logits, owners)
 
-    def _draw(
-        self, logits: jax.Array, requests: Sequence[int | None], handles: Mapping[int, Handle], rows: int
-    ) -> None:
-        """Samples for the rows that have a request, each by its own sampler."""
-        # By sampler: the number of each row's request, and its handle.
-        drawn: dict[Mode, tuple[list[int], list[Handle | None]]] = {}
+    def _decode(self, state: State, request: jax.Array) -> tuple[programs.Decoded, State]:
+        slate = self.slate
+        return programs.run_decode(self.params, state, slate.token, slate.drawn, slate.numbers, request)
+
+    def _by_mode(
+        self, requests: Sequence[int | None], handles: Mapping[int, Handle]
+    ) -> dict[Mode, list[Handle | None]]:
+        """Whom rows give a token, by sampler. It counts as sent."""
+        owners: dict[Mode, list[Handle | None]] = {}
         for row, request in enumerate(requests):
-            if request is None:
-                continue
-            handle = handles[request]
-            handle.sent += 1
-            numbers, owners = drawn.setdefault(handle.mode, ([-1] * rows, [None] * rows))
-            numbers[row], owners[row] = request, handle
-        for mode, (numbers, owners) in drawn.items():
-            self.slate, emission = programs.run_draw(self.slate, logits, self._on_device(numbers), mode=mode)
-            emission.token.copy_to_host_async()
-            emission.logprob.copy_to_host_async()
-            self.flights.append(Flight(emission, tuple(owners)))
+            if request is not None:
+                handle = handles[request]
+                handle.sent += 1
+                if handle.mode not in owners:
+                    owners[handle.mode] = [None] * len(requests)
+                owners[handle.mode][row] = handle
+        return owners
+
+    def _draw(self, logits: jax.Array, owners: Mapping[Mode, Sequence[Handle | None]]) -> None:
+        """Samples for rows that have an owner, each by its own sampler."""
+        for mode, theirs in owners.items():
+            numbers = [-1 if handle is None or handle.request is None else handle.request for handle in theirs]
+            padding = [-1] * (logits.shape[0] - len(numbers))
+            self.slate, emission = programs.run_draw(self.slate, logits, self._on_device(numbers + padding), mode=mode)
+            self._fly(emission, theirs)
+
+    def _fly(self, emission: jax.Array, owners: Sequence[Handle | None]) -> None:
+        emission.copy_to_host_async()
+        self.flights.append(Flight(emission, owners))
 
     def _on_device(self, rows: Sequence[int]) -> jax.Array:
         """Request numbers as an array on the device. Kept, for from step to step they rarely change, and a transfer
@@ -180,7 +194,7 @@ class Launcher:
     def warming(self) -> Iterator[Callable[[], Any]]:
         """Calls that together compile everything that serving can need; they change nothing."""
         yield from self._warm_reading()
-        for rows in sorted({*self.row_buckets, self.pieces}):
+        for rows in self.row_buckets:
             yield lambda rows=rows: self._warm_decode(rows)
 
     def _warm_reading(self) -> Iterator[Callable[[], Any]]:
@@ -189,6 +203,7 @@ class Launcher:
         for rows in self.token_buckets:
             yield lambda rows=rows: self._warm_window(rows)
         yield self._warm_score
+        yield lambda: self._warm_draw(self.pieces, MODES)
 
     def _warm_admission(self) -> None:
         vocab, nobody = self.pool.config.vocab_size, np.int32(0)
@@ -208,12 +223,13 @@ class Launcher:
         self.pool.run((), lambda state: self._score(state, batch, targets, {}))
 
     def _warm_decode(self, rows: int) -> None:
-        nobody, token = self._on_device([-1] * rows), self.slate.token
-        self._warm_draw(self.pool.run((), lambda state: programs.run_decode(self.params, state, token, nobody)))
+        nobody = self._on_device([-1] * rows)
+        self.pool.run((), lambda state: self._decode(state, nobody))
+        self._warm_draw(rows, [mode for mode in MODES if mode != "greedy"])
 
-    def _warm_draw(self, logits: jax.Array) -> None:
-        nobody = self._on_device([-1] * logits.shape[0])
-        for mode in MODES:
+    def _warm_draw(self, rows: int, modes: Iterable[Mode]) -> None:
+        nobody, logits = self._on_device([-1] * rows), jnp.zeros((rows, self.pool.config.vocab_size), jnp.float32)
+        for mode in modes:
             self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from gdnjax.engine.handle import FinishReason, Handle
 from gdnjax.engine.launcher import AnyFlight, Flight, ScoreFlight, VerifyFlight
+from gdnjax.engine.programs import unpack
 from gdnjax.generation.accept import NOT_FINITE, NOTHING
 
 Finish = Callable[[Handle, FinishReason], None]
@@ -65,8 +66,11 @@ class Receiver:
 
     def _tokens(self, flight: Flight, finish: Finish) -> list[int]:
         broken: list[int] = []
-        tokens, logprobs = self.fetch(flight.emission.token, flight.emission.logprob)
-        for handle, token, logprob in zip(flight.handles, tokens, logprobs, strict=False):
+        (packed,) = self._wait(flight.emission)
+        emission = unpack(packed)
+        for handle, token, logprob in zip(
+            flight.handles, emission.token.tolist(), emission.logprob.tolist(), strict=False
+        ):
             if handle is not None and handle.finish_reason is None:
                 self._take(handle, token, logprob, finish, broken)
         return broken
@@ -105,7 +109,10 @@ class Receiver:
 
     def fetch(self, *arrays: jax.Array) -> list[list[Any]]:
         """Arrays as lists, once the device has them."""
+        return [array.tolist() for array in self._wait(*arrays)]
+
+    def _wait(self, *arrays: jax.Array) -> list[np.ndarray]:
         start = time.perf_counter()
         fetched = [np.asarray(array) for array in arrays]
         self.seconds_waiting += time.perf_counter() - start
-        return [array.tolist() for array in fetched]
+        return fetched

@@ -142,7 +142,6 @@ class Speculator(Launcher):
     def warming(self) -> Iterator[Callable[[], Any]]:
         yield from self._warm_reading()
         # The first token behind a prompt is drawn, and all others are judged.
-        yield lambda: self._warm_draw(self._warm_window(self.token_buckets[0]))
         for rows in self.row_buckets:
             yield lambda rows=rows: self._warm_decode(rows)
 
