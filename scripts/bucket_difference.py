@@ -45,15 +45,14 @@ def read(params: Params, state: State, ids: Sequence[int], rows: int) -> tuple[n
 
 def decode_logits(params: Params, config: Config, prompt: Sequence[int], ids: Sequence[int], rows: int) -> np.ndarray:
     """Logits `[T, V]` of steps of `rows` rows that feed one request `ids`; the other rows feed token 0 to others."""
-    state, slate = init_state(config), programs.new_slate(config)
+    state, logits = init_state(config), jax.numpy.zeros((rows, config.vocab_size), jax.numpy.float32)
     _, state = read(params, state, prompt, config.prefill_tokens)
     request, found = np.arange(rows, dtype=np.int32), []
     for token in ids:
         fed = np.zeros(config.max_requests, np.int32)
         fed[0] = token
-        fed = jax.numpy.asarray(fed)
-        decoded, state = programs.run_decode(params, state, fed, slate.drawn, slate.numbers, request)
-        found.append(np.asarray(decoded.logits)[0])
+        logits, state = programs.run_decode(params, state, logits, jax.numpy.asarray(fed), request)
+        found.append(np.asarray(logits)[0])
     return np.stack(found)
 
 

@@ -1,9 +1,9 @@
 """The engine: requests come and go at any moment, and every step serves all that can run.
 
-One step reads a window of prompts (if any is waiting to be read), decodes one token of every request that
-has read its prompt, or verifies drafts, and only then looks at the tokens of the step before: what the host
-decides never waits for the device. (Where drafts are verified, it waits for how many were accepted.) A request
-that has ended is therefore stepped once more, for nothing.
+One step decodes one token of every request that has read its prompt, or verifies drafts, and only then looks at
+the tokens of the step before: what the host decides never waits for the device. (Where drafts are verified, it waits
+for how many were accepted.) A request that has ended is therefore stepped once more, for nothing. Last, it reads a
+window of prompts, if any is waiting to be read.
 
     engine = Engine(gdnjax.load("tiny"))
     engine.warm_up()
@@ -249,11 +249,12 @@ class Engine:
             try:
                 for handle in scheduler.expired([*self._roster.queue, *self._roster.running.values()], self._clock()):
                     self._finish(handle, "deadline")
-                self._admit()
                 behind = self._launcher.take()
-                self._read()
+                # Tokens are handed out before prompts are read: what that takes the host, nobody waits for.
                 self._decode(behind)
                 self._receive(behind)
+                self._admit()
+                self._read()
             except NonFiniteLogitsError:
                 raise
             except Exception:

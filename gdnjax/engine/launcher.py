@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,7 @@ class Launcher:
         self.pieces = min(PIECES, pool.requests.most)
         self.flights: list[AnyFlight] = []
         self._rows: dict[tuple[int, ...], jax.Array] = {}
+        self._logits: dict[int, jax.Array] = {}
 
     def take(self) -> list[AnyFlight]:
         """The flights, which are the caller's now."""
@@ -144,16 +145,20 @@ class Launcher:
         """One token of each of the plan's requests."""
         rows = smallest(self.row_buckets, len(plan.requests))
         request = self._on_device([*plan.requests, *[-1] * (rows - len(plan.requests))])
-        decoded = self.pool.run(plan, lambda state: self._decode(state, request), commits=True)
-        self.slate = dataclasses.replace(self.slate, token=decoded.token, drawn=decoded.drawn)
-        owners = self._by_mode(plan.requests, handles)
-        if "greedy" in owners:
-            self._fly(decoded.emission, owners.pop("greedy"))
-        self._draw(decoded.logits, owners)
+        logits = self.pool.run(plan, lambda state: self._decode(state, request), commits=True)
+        self._draw(logits, self._by_mode(plan.requests, handles))
 
-    def _decode(self, state: State, request: jax.Array) -> tuple[programs.Decoded, State]:
-        slate = self.slate
-        return programs.run_decode(self.params, state, slate.token, slate.drawn, slate.numbers, request)
+    def _decode(self, state: State, request: jax.Array) -> tuple[jax.Array, State]:
+        rows = request.shape[0]
+        logits, state = programs.run_decode(self.params, state, self._kept_logits(rows), self.slate.token, request)
+        self._logits[rows] = logits
+        return logits, state
+
+    def _kept_logits(self, rows: int) -> jax.Array:
+        """Those of the last decode step of so many rows, whose memory the next one takes."""
+        if rows not in self._logits:
+            self._logits[rows] = jnp.zeros((rows, self.pool.config.vocab_size), jnp.float32)
+        return self._logits[rows]
 
     def _by_mode(
         self, requests: Sequence[int | None], handles: Mapping[int, Handle]
@@ -175,11 +180,7 @@ class Launcher:
             numbers = [-1 if handle is None or handle.request is None else handle.request for handle in theirs]
             padding = [-1] * (logits.shape[0] - len(numbers))
             self.slate, emission = programs.run_draw(self.slate, logits, self._on_device(numbers + padding), mode=mode)
-            self._fly(emission, theirs)
-
-    def _fly(self, emission: jax.Array, owners: Sequence[Handle | None]) -> None:
-        emission.copy_to_host_async()
-        self.flights.append(Flight(emission, owners))
+            self.flights.append(Flight(emission, theirs))
 
     def _on_device(self, rows: Sequence[int]) -> jax.Array:
         """Request numbers as an array on the device. Kept, for from step to step they rarely change, and a transfer
@@ -203,7 +204,7 @@ class Launcher:
         for rows in self.token_buckets:
             yield lambda rows=rows: self._warm_window(rows)
         yield self._warm_score
-        yield lambda: self._warm_draw(self.pieces, MODES)
+        yield lambda: self._warm_draw(self.pieces)
 
     def _warm_admission(self) -> None:
         vocab, nobody = self.pool.config.vocab_size, np.int32(0)
@@ -225,11 +226,11 @@ class Launcher:
     def _warm_decode(self, rows: int) -> None:
         nobody = self._on_device([-1] * rows)
         self.pool.run((), lambda state: self._decode(state, nobody))
-        self._warm_draw(rows, [mode for mode in MODES if mode != "greedy"])
+        self._warm_draw(rows)
 
-    def _warm_draw(self, rows: int, modes: Iterable[Mode]) -> None:
-        nobody, logits = self._on_device([-1] * rows), jnp.zeros((rows, self.pool.config.vocab_size), jnp.float32)
-        for mode in modes:
+    def _warm_draw(self, rows: int) -> None:
+        nobody, logits = self._on_device([-1] * rows), self._kept_logits(rows)
+        for mode in MODES:
             self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode)
 
 

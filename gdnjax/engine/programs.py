@@ -1,9 +1,8 @@
 """What the engine runs on the device: a decode step, a prefill window, and sampling by request.
 
 The model's programs and the samplers are compiled apart, one shape for each number of rows, so that a
-sampler that one request needs neither compiles nor changes a model step. Only the greedy one is part of a decode
-step: where all are greedy, a step is one call. What a request samples with is kept on the device under its number:
-the host sends rows, and fetches tokens a step later.
+sampler that one request needs neither compiles nor changes a model step. What a request samples with is
+kept on the device under its number: the host sends rows, and fetches tokens a step later.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from gdnjax.weights.declaration import Params
 
 Mode = Literal["greedy", "top", "full", "penalized"]
 MODES: tuple[Mode, ...] = ("greedy", "top", "full", "penalized")
-PENALTIES = slice(3, 6)
-"""Of a request's numbers."""
 TOP = 128
 """`top` samples among so many best tokens: what a request with 1 <= top_k <= TOP needs."""
 
@@ -100,40 +97,20 @@ def admit_penalties(slate: Slate, request: jax.Array, in_prompt: jax.Array, in_o
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Decoded:
-    """What a decode step gives beside the state: `logits` `[R, V]`; `token` and `drawn`, the slate's with the tokens of
-    the greedy rows; and what those rows emit, see `pack`."""
-
-    logits: jax.Array
-    token: jax.Array
-    drawn: jax.Array
-    emission: jax.Array
-
-
 def decode(
-    params: Params, state: State, token: jax.Array, drawn: jax.Array, numbers: jax.Array, request: jax.Array
-) -> tuple[Decoded, State]:
-    """One token of each row's request, fed from `Slate.token` and committed; and sampled, where the request is greedy.
+    params: Params, state: State, logits: jax.Array, token: jax.Array, request: jax.Array
+) -> tuple[jax.Array, State]:
+    """One token of each row's request, fed from `Slate.token` and committed.
 
     Args:
         params: weights.
         state: donate it.
-        token, drawn, numbers: the slate's.
-        request: `[R]` int32; -1 is padding.
+        logits: those of an earlier step, `[R, V]` float32; donate them: their memory takes the new ones. A step that
+            finds everything where the step before had it is launched as it is; else its graph of kernels is updated,
+            which costs the host of a GPU a third more.
+        token: the slate's. request: `[R]` int32; -1 is padding.
     """
-    number = jnp.maximum(request, 0)
-    logits, state = decode_and_commit(params, state, Batch(token[number], request))
-    greedy = jnp.where(is_greedy(numbers)[number], request, -1)
-    token, drawn, emission = _emit(token, drawn, logits, jnp.argmax(logits, axis=-1).astype(jnp.int32), greedy)
-    return Decoded(logits, token, drawn, emission), state
-
-
-def is_greedy(numbers: jax.Array) -> jax.Array:
-    """Whether `mode_of` a request is `greedy`, from `[N, 6]` numbers of `settings`: `[N]` bool."""
-    nothing = settings(SamplingParams())[0]
-    return (numbers[:, 0] == 0) & jnp.all(numbers[:, PENALTIES] == nothing[PENALTIES], axis=1)
+    return decode_and_commit(params, state, Batch(token[jnp.maximum(request, 0)], request))
 
 
 def pack(emission: Emission) -> jax.Array:
@@ -146,20 +123,6 @@ def unpack(packed: np.ndarray) -> Emission:
     """The emission on the host, in numpy arrays."""
     arrays: Any = (packed[0], packed[1].view(np.float32))
     return Emission(*arrays)
-
-
-def _emit(
-    token: jax.Array, drawn: jax.Array, logits: jax.Array, chosen: jax.Array, request: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Notes the tokens chosen for rows with a request in `Slate.token` and `Slate.drawn`, and packs what they emit.
-
-    logits: `[R, V]`, the model's own. request: `[R]`; rows with -1 emit `NOTHING`.
-    """
-    logprob, live = logprob_of(logits, chosen), request >= 0
-    out = jnp.where(live, jnp.where(jnp.isfinite(logprob), chosen, NOT_FINITE), NOTHING)
-    place = jnp.where(live, request, token.shape[0])
-    token, drawn = token.at[place].set(chosen, mode="drop"), drawn.at[place].add(1, mode="drop")
-    return token, drawn, pack(Emission(out, logprob))
 
 
 def score(params: Params, state: State, batch: Batch, targets: jax.Array) -> tuple[tuple[jax.Array, jax.Array], State]:
@@ -207,22 +170,29 @@ def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tup
     Returns:
         The slate, and what the rows emit, see `pack`.
     """
-    number = jnp.maximum(request, 0)
+    live, number = request >= 0, jnp.maximum(request, 0)
     sampler, raw = sampler_of(slate, number, mode), logits
     if sampler.penalized:
         logits = penalize(logits, sampler, slate.in_prompt[number], slate.in_output[number])
-    chosen = sample(logits, sampler, slate.drawn[number])
-    token, drawn, emission = _emit(slate.token, slate.drawn, raw, chosen, request)
+    token = sample(logits, sampler, slate.drawn[number])
+    logprob = logprob_of(raw, token)
+    target = jnp.where(live, request, slate.token.shape[0])
+    out = jnp.where(live, jnp.where(jnp.isfinite(logprob), token, NOT_FINITE), NOTHING)
     in_output = slate.in_output
     if sampler.penalized:
-        place = jnp.where(request >= 0, request, slate.token.shape[0])
-        in_output = in_output.at[place, chosen].add(1, mode="drop")
-    return dataclasses.replace(slate, token=token, drawn=drawn, in_output=in_output), emission
+        in_output = in_output.at[target, token].add(1, mode="drop")
+    slate = dataclasses.replace(
+        slate,
+        token=slate.token.at[target].set(token, mode="drop"),
+        drawn=slate.drawn.at[target].add(1, mode="drop"),
+        in_output=in_output,
+    )
+    return slate, pack(Emission(out, logprob))
 
 
 run_admit = jax.jit(admit, donate_argnames="slate")
 run_admit_penalties = jax.jit(admit_penalties, donate_argnames="slate")
-run_decode = jax.jit(decode, donate_argnames="state", keep_unused=True)
+run_decode = jax.jit(decode, donate_argnames=("state", "logits"), keep_unused=True)
 run_prefill = jax.jit(prefill, donate_argnames="state")
 run_score = jax.jit(score, donate_argnames="state")
 run_draw = jax.jit(draw, static_argnames="mode", donate_argnames="slate")

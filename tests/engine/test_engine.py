@@ -19,6 +19,7 @@ import pytest
 
 from gdnjax.engine import Engine, Handle, QueueFull, programs
 from gdnjax.engine.launcher import Flight
+from gdnjax.engine.programs import pack
 from gdnjax.engine.receiver import FLOOD
 from gdnjax.generation import NonFiniteLogitsError, SamplingParams
 from gdnjax.generation.loop import Emission
@@ -464,11 +465,12 @@ def test_requests_under_which_steps_keep_failing_end(monkeypatch: pytest.MonkeyP
             handles = [e.submit(p, 12, stop_ids=(), on_piece=ended.append) for p in PROMPTS[:2]]
             e._lost = name == "_make_pool"
             failures = 0
-            while e.waiting or e.running:
-                with pytest.raises(MemoryError):
+            for _ in range(20):
+                try:
                     e.step()
-                failures += 1
-                assert failures < 10
+                except MemoryError:
+                    failures += 1
+            assert not e.waiting and not e.running
             # Who is admitted is tried three times, and so is each that waits for it.
             assert failures == (6 if name == "acquire" else 3)
             assert [h.finish_reason for h in handles] == ["error", "error"]
@@ -495,8 +497,8 @@ def test_a_flood_of_token_0_ends_a_request() -> None:
     for _ in drive(e):
         for i, flight in enumerate(e._launcher.flights):
             assert isinstance(flight, Flight)
-            sure = Emission(jnp.zeros_like(flight.emission.token), jnp.full_like(flight.emission.logprob, -0.1))
-            e._launcher.flights[i] = Flight(sure, flight.handles)
+            zeros = jnp.zeros(len(flight.emission[0]), jnp.int32)
+            e._launcher.flights[i] = Flight(pack(Emission(zeros, jnp.full(zeros.shape, -0.1))), flight.handles)
     assert (handle.finish_reason, handle.tokens) == ("length", [0] * 50)
     assert_clean(e)
 
