@@ -11,6 +11,7 @@ without keys in the segment leaves, if anything, the second kernel does not look
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -67,8 +68,8 @@ def _segment(
 ) -> None:
     """q is `[R A, D]`; out `[R segments A, D]`, peaks and totals `[R segments A]`.
 
-    A program takes `taken` query heads of each of `together` rows, `padded` in all; `read_again`: q is loaded for
-    every block of keys.
+    A program takes `taken` query heads of each of `together` rows, `padded` in all, and `deals` programs take the rows
+    of a request; `read_again`: q is loaded for every block of keys.
     """
     rows, dim = q_ref.shape[0] // heads, q_ref.shape[1]
     # Programs of a row lie next to each other, as their keys do in memory.
@@ -89,22 +90,21 @@ def _segment(
         length = lengths[request * sharing + jnp.where(mine, offset + t, 0)]
         return jnp.where(mine, jnp.minimum(length, pages.shape[1] * page_size), 0)
 
-    def of_queries(values: list[jax.Array]) -> jax.Array:
-        """One value a row, to `[padded, 1]`, or as it is where there is one row only."""
-        first, *others = values
+    def of_queries(of_rows: Iterable[jax.Array]) -> jax.Array:
+        first, *others = of_rows
         for t, value in enumerate(others, 1):
             first = jnp.where(within[:, None] == t, value, first)
         return first
 
     length = [length_of(t) for t in range(together)]
+    longest = functools.reduce(jnp.maximum, length)
     cuts = [cut(n, segments) for n in length]
     starts = [segment * width for _, width in cuts]
     ends = [jnp.minimum(start + width, blocks) for start, (blocks, width) in zip(starts, cuts, strict=True)]
     last = functools.reduce(jnp.maximum, ends)
     first = functools.reduce(jnp.minimum, [jnp.where(s < e, s, last) for s, e in zip(starts, ends, strict=True)])
-    longest = functools.reduce(jnp.maximum, length)
-    seen_from = of_queries([start * BLOCK for start in starts])
-    seen_to = of_queries([jnp.minimum(end * BLOCK, n) for end, n in zip(ends, length, strict=True)])
+    seen_from = of_queries(start * BLOCK for start in starts)
+    seen_to = of_queries(jnp.minimum(end * BLOCK, n) for end, n in zip(ends, length, strict=True))
     dtype = jnp.promote_types(q_ref.dtype, keys.dtype)
     width = min(PIECE, dim)
     pieces = [pl.ds(start, width) for start in range(0, dim, width)]
@@ -133,7 +133,9 @@ def _segment(
                 columns = piece.start + jnp.arange(width)[None, :]
                 q = load(q_ref.at[again[:, None], columns], mask=real[:, None], other=0.0)
                 scores += _scores(q.astype(dtype), jnp.where(live[:, None], k, dead))
+            # One row sees all of the blocks; a vector less lives in the loop.
             visible = (key[None, :] >= seen_from) & (key[None, :] < seen_to) if together > 1 else live[None, :]
+            # What a row gathers before it sees a key is multiplied by 0 once it does.
             scores = jnp.where(visible, scores * (dim**-0.5 * LOG2E), DEAD)
             higher = jnp.maximum(peak, jnp.max(scores, axis=1))
             weights = jnp.exp2(scores - higher[:, None])
@@ -186,10 +188,10 @@ def paged_attention_decode(
     flat = jax.ShapeDtypeStruct((rows * segments * heads,), jnp.float32)
     read = rows * min(capacity, attention_pin)  # keys, as far as one can tell without the lengths
     exact = jnp.promote_types(q.dtype, keys.dtype) == jnp.float32
-    sharing = rows // max(pages.shape[0], 1)
+    sharing = rows // pages.shape[0]
     taken = 1 if exact else heads // groups
     # Programs that a request's rows are dealt to, as evenly as can be.
-    deals = max(1, sharing if exact else pl.cdiv(sharing, max(1, MOST_QUERIES // taken)))
+    deals = sharing if exact else pl.cdiv(sharing, max(1, MOST_QUERIES // taken))
     together = pl.cdiv(sharing, deals)
     padded = 1 if exact else max(16, pl.next_power_of_2(taken * together))
     # AMD's matrix units take operands from registers, where q would stay for the whole loop; NVIDIA's read

@@ -54,7 +54,7 @@ def paged_attention_decode(
     _check_arrays(q, keys, values, pages, page_size, gate)
     rows = q.shape[0]
     tables = pages.shape[0]
-    if rows % tables if tables else rows:
+    if tables == 0 or rows % tables:
         raise ValueError(
             f"pages is {pages.dtype}{list(pages.shape)}; it takes int32{[rows, pages.shape[1]]}, or fewer page tables: "
             f"a divisor of {rows}, the number of rows"
@@ -65,7 +65,7 @@ def paged_attention_decode(
             f"attention_pin = {attention_pin}, attention_segment = {attention_segment}; attention_pin takes a "
             "positive multiple of attention_segment"
         )
-    each = jnp.repeat(pages, rows // max(tables, 1), axis=0)
+    each = jnp.repeat(pages, rows // tables, axis=0)
     check_values("paged_attention_decode", page_faults(page_size, keys.shape[0]), each, length)
     arguments = (q, keys, values, pages, length, page_size, gate, attention_pin, attention_segment)
     segments = attention_pin // attention_segment

@@ -119,7 +119,7 @@ def paged_attention_segmented(
     groups, segments = keys.shape[1], attention_pin // attention_segment
     precision = HIGHEST if q.dtype == jnp.float32 else None
     q_groups = q.reshape(rows, groups, heads // groups, dim)
-    pages = jnp.repeat(pages, rows // max(pages.shape[0], 1), axis=0)
+    pages = jnp.repeat(pages, rows // pages.shape[0], axis=0)
     length = jnp.minimum(length, pages.shape[1] * page_size)
     _, width = cut(length, segments)
     first = jnp.arange(segments) * width[:, None]
