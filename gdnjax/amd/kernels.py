@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,14 +137,16 @@ def _attention_prologue(rows: int) -> Iterator[Case]:
         yield Case(shape.name, run, shapes_of(lambda key, s=shape: prologue_shapes.arguments(s, rows, key)))
 
 
-def _paged_attention(rows: int) -> Iterator[Case]:
+def _paged_attention(rows: int, sharing: int = 1) -> Iterator[Case]:
     def run(q: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array, length: jax.Array, gate: jax.Array):
         return attention.paged_attention_decode(
             q, keys, values, pages, length, PAGE_SIZE, gate, implementation="pallas"
         )
 
     for shape in attention_shapes.SHAPES:
-        arguments = shapes_of(lambda key, s=shape: attention_shapes.arguments(s, rows, key, page_size=PAGE_SIZE))
+        arguments = shapes_of(
+            lambda key, s=shape: attention_shapes.arguments(s, rows, key, page_size=PAGE_SIZE, sharing=sharing)
+        )
         yield Case(shape.name, run, arguments)
 
 
@@ -181,6 +184,7 @@ KERNELS: dict[str, Kernel] = {
     "gated_rms_norm": Kernel("decode", _gated_rms_norm),
     "attention_prologue": Kernel("decode", _attention_prologue),
     "paged_attention": Kernel("decode", _paged_attention),
+    "paged_attention_verify": Kernel("decode", functools.partial(_paged_attention, sharing=CANDIDATE_ROWS)),
     "paged_attention_packed": Kernel("prefill", _paged_attention_packed),
     "causal_conv_packed": Kernel("prefill", _causal_conv_packed),
     "gated_delta_prefill": Kernel("prefill", _gated_delta_prefill),

@@ -150,7 +150,7 @@ def kv_places(
 
 
 def attend_from(c: Config, position: jax.Array, slot: jax.Array, pages: jax.Array, length: jax.Array) -> Attend:
-    """Attention of rows over the pages of their requests: see `kv_places`."""
+    """Attention of rows over the pages of their requests: see `kv_places`; pages also once for rows that share them."""
     cos, sin = rope_table(position, c.rope_theta, c.rotary_dim)
 
     def attend(p: Any, x: jax.Array, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -176,7 +176,8 @@ def attention_decode(
     Args:
         p: the layer's `self_attn`. x: `[R, H]`, normed.
         keys, values: the layer's cache. cos, sin: the rows' rope.
-        slot: `[R]`, where each row's key and value go (`kv_slot`). pages: `[R, pages_per_request]`.
+        slot: `[R]`, where each row's key and value go (`kv_slot`).
+        pages: `[R, pages_per_request]`, or `[G, pages_per_request]`: each of R / G rows of one request.
         length: `[R]`, keys that each row sees, its own included.
 
     Returns:

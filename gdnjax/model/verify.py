@@ -65,7 +65,8 @@ def verify_step(params: Params, state: State, batch: VerifyBatch) -> tuple[jax.A
         rule = _on_slots(state, owner, count, rows)
     else:
         rule = _on_records(state, records, jnp.where(live, owner, -1), count)
-    attend = attend_from(c, position, *kv_places(state, row_live, row_request, position))
+    slot, _, length = kv_places(state, row_live, row_request, position)
+    attend = attend_from(c, position, slot, state.page_table[owner], length)
     hidden, state = run_over_state(params, state, batch.tokens.reshape(-1), convolve, rule, attend)
     if state.record is not None:
         state = dataclasses.replace(state, record=dataclasses.replace(state.record, layers=tuple(records)))

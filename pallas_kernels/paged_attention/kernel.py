@@ -1,15 +1,17 @@
-"""Paged attention for one token a row: one launch over segments of the keys, one that combines them.
+"""Paged attention for rows that each see a number of keys: one launch over segments of the keys, one that combines.
 
-A program of the first kernel takes one segment of one row and one KV head, for all query heads that share
-it, padded to at least 16, the least that a matrix unit takes. In float32, which most matrix units do not
-take without rounding, it takes one query head and multiplies and sums. It leaves its unnormalised output
-with its maximum and sum, float32; a segment without keys leaves nothing, and the second kernel, which cuts
-the row in the same way, does not look at it.
+A program of the first kernel takes one segment and one KV head, for all query heads that share it, and for rows of one
+request together, which so read its keys once: padded to at least 16 queries, the least that a matrix unit takes. In
+float32, which most matrix units do not take without rounding, it takes one query head of one row and multiplies and
+sums. It leaves its unnormalised output with its maximum and sum, float32. Every row is cut by its own length: the
+program goes through the blocks that any of its rows has in the segment, and each row sees those of its own. What a row
+without keys in the segment leaves, if anything, the second kernel does not look at: it cuts the row in the same way.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,31 +19,32 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.paged_attention.reference import BLOCK, DEAD, LOG2E, apply_gate, cut
+from pallas_kernels.products import COLUMNS, ROWS, operands, product
 from pallas_kernels.triton_backend import Warps, device_kind, launch, load, store
 
 SEGMENT_WARPS = Warps(wave64=4, wave32=4)
+SHARED_WARPS_AMD = Warps(wave64=4, wave32=16)
+"""Of segments that rows share, whose queries' ends take registers that gfx11 does not have with fewer warps."""
 COMBINE_WARPS = Warps(wave64=4, wave32=4)
+MOST_QUERIES = 32
+"""Queries of a program where rows share one, query heads times rows: 64 spill registers on gfx11 and on NVIDIA."""
 PIECE = 128
 """Dimensions of a key that enter one product: whole heads of 256 need more registers than gfx11 has."""
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """q `[heads, D]` times k `[keys, D]` of one dtype: exact products, float32 sums."""
+    """q `[queries, D]` times k `[keys, D]` of one dtype: exact products, float32 sums."""
     if q.dtype == jnp.float32:
         return jnp.sum(q[:, None, :] * k[None, :, :], axis=2)
-    return jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return product(q, k, (COLUMNS, COLUMNS))
 
 
 def _weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Float32 weights in [0, 1] `[heads, keys]` times v `[keys, D]`, float32."""
+    """Float32 weights in [0, 1] `[queries, keys]`, of which 17 bits count beside bfloat16, times v `[keys, D]`."""
     if v.dtype == jnp.float32:
         return jnp.sum(weights[:, :, None] * v[None, :, :], axis=1)
-    # Two bfloat16 parts carry 17 bits of a weight. The first is rounded on its bits, because a compiler
-    # may drop a conversion there and back.
-    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-    rounded = jax.lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
-    high, low = rounded.astype(v.dtype), (weights - rounded).astype(v.dtype)
-    return jnp.dot(low, v, preferred_element_type=jnp.float32) + jnp.dot(high, v, preferred_element_type=jnp.float32)
+    low, high = operands(weights, v.dtype)
+    return product(low, v, (COLUMNS, ROWS)) + product(high, v, (COLUMNS, ROWS))
 
 
 def _segment(
@@ -54,52 +57,86 @@ def _segment(
     peaks: Any,
     totals: Any,
     *,
+    heads: int,
     taken: int,
+    together: int,
+    deals: int,
     padded: int,
     page_size: int,
     segments: int,
     read_again: bool,
 ) -> None:
-    """`taken` query heads a program, in blocks of `padded`; `read_again`: q is loaded for every block of keys."""
-    all_heads, dim = q_ref.shape[1:]
+    """q is `[R A, D]`; out `[R segments A, D]`, peaks and totals `[R segments A]`.
+
+    A program takes `taken` query heads of each of `together` rows, `padded` in all, and `deals` programs take the rows
+    of a request; `read_again`: q is loaded for every block of keys.
+    """
+    rows, dim = q_ref.shape[0] // heads, q_ref.shape[1]
     # Programs of a row lie next to each other, as their keys do in memory.
-    parts = all_heads // taken
-    row, part = jax.lax.div(pl.program_id(0), parts), jax.lax.rem(pl.program_id(0), parts)
-    group = jax.lax.div(part * taken, all_heads // keys.shape[1])
+    parts, sharing = heads // taken, rows // pages.shape[0]
+    index, part = jax.lax.div(pl.program_id(0), parts), jax.lax.rem(pl.program_id(0), parts)
+    request, offset = jax.lax.div(index, deals), jax.lax.rem(index, deals) * together
+    group = jax.lax.div(part * taken, heads // keys.shape[1])
     segment = pl.program_id(1)
-    length = jnp.minimum(lengths[row], pages.shape[1] * page_size)
-    blocks, width = cut(length, segments)
-    first = segment * width
+
+    query = jnp.arange(padded)
+    within = jax.lax.div(query, taken)
+    row, head = request * sharing + offset + within, part * taken + query - within * taken
+    place = row * heads + head
+    real = (within < together) & (offset + within < sharing)
+
+    def length_of(t: int) -> jax.Array:
+        mine = offset + t < sharing
+        length = lengths[request * sharing + jnp.where(mine, offset + t, 0)]
+        return jnp.where(mine, jnp.minimum(length, pages.shape[1] * page_size), 0)
+
+    def of_queries(of_rows: Iterable[jax.Array]) -> jax.Array:
+        first, *others = of_rows
+        for t, value in enumerate(others, 1):
+            first = jnp.where(within[:, None] == t, value, first)
+        return first
+
+    length = [length_of(t) for t in range(together)]
+    longest = functools.reduce(jnp.maximum, length)
+    cuts = [cut(n, segments) for n in length]
+    starts = [segment * width for _, width in cuts]
+    ends = [jnp.minimum(start + width, blocks) for start, (blocks, width) in zip(starts, cuts, strict=True)]
+    last = functools.reduce(jnp.maximum, ends)
+    first = functools.reduce(jnp.minimum, [jnp.where(s < e, s, last) for s, e in zip(starts, ends, strict=True)])
+    seen_from = of_queries(start * BLOCK for start in starts)
+    seen_to = of_queries(jnp.minimum(end * BLOCK, n) for end, n in zip(ends, length, strict=True))
     dtype = jnp.promote_types(q_ref.dtype, keys.dtype)
-    pieces = [(start, min(PIECE, dim)) for start in range(0, dim, PIECE)]
+    width = min(PIECE, dim)
+    pieces = [pl.ds(start, width) for start in range(0, dim, width)]
 
-    @pl.when(first < blocks)
+    @pl.when(first < last)
     def _() -> None:
-        heads = part * taken
-        real = jnp.arange(padded) < taken
-
         def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, peak, total = carry
             key = block * BLOCK + jnp.arange(BLOCK)
-            live = key < length
+            live = key < longest
             if page_size % BLOCK == 0:
-                page = pages[row, jax.lax.div(block * BLOCK, page_size)]
+                page = pages[request, jax.lax.div(block * BLOCK, page_size)]
             else:
-                page = pages[row, jax.lax.div(jnp.where(live, key, 0), page_size)]
+                page = pages[request, jax.lax.div(jnp.where(live, key, 0), page_size)]
             # Dead keys read the page all the same: a legal place, whose contents are selected away.
             slot = page * page_size + jax.lax.rem(key, page_size)
             dead = jnp.zeros((), dtype)
             # Everything is under way before anything is waited for: the compiler moves what a product takes
             # to just behind its load, but for what a select holds back. (So keys are selected, too.)
             v = values[slot, group, :].astype(dtype)
-            loaded = [keys[slot, group, pl.ds(*piece)].astype(dtype) for piece in pieces]
+            loaded = [keys[slot, group, piece].astype(dtype) for piece in pieces]
             scores = jnp.zeros((padded, BLOCK), jnp.float32)
             for piece, k in zip(pieces, loaded, strict=True):
                 # block >= 0, which compilers don't know: to them the address changes.
-                start = heads + jnp.minimum(block, 0) if read_again else heads
-                q = load(q_ref.at[row, pl.ds(start, padded), pl.ds(*piece)], mask=real[:, None], other=0.0)
+                again = place + jnp.minimum(block, 0) if read_again else place
+                columns = piece.start + jnp.arange(width)[None, :]
+                q = load(q_ref.at[again[:, None], columns], mask=real[:, None], other=0.0)
                 scores += _scores(q.astype(dtype), jnp.where(live[:, None], k, dead))
-            scores = jnp.where(live[None, :], scores * (dim**-0.5 * LOG2E), DEAD)
+            # One row sees all of the blocks; a vector less lives in the loop.
+            visible = (key[None, :] >= seen_from) & (key[None, :] < seen_to) if together > 1 else live[None, :]
+            # What a row gathers before it sees a key is multiplied by 0 once it does.
+            scores = jnp.where(visible, scores * (dim**-0.5 * LOG2E), DEAD)
             higher = jnp.maximum(peak, jnp.max(scores, axis=1))
             weights = jnp.exp2(scores - higher[:, None])
             shrink = jnp.exp2(peak - higher)
@@ -111,10 +148,11 @@ def _segment(
             jnp.full((padded,), DEAD, jnp.float32),
             jnp.zeros((padded,), jnp.float32),
         )
-        acc, peak, total = jax.lax.fori_loop(first, jnp.minimum(first + width, blocks), body, empty)
-        store(out.at[row, segment, pl.ds(heads, padded), :], acc, mask=real[:, None])
-        store(peaks.at[row, segment, pl.ds(heads, padded)], peak, mask=real)
-        store(totals.at[row, segment, pl.ds(heads, padded)], total, mask=real)
+        acc, peak, total = jax.lax.fori_loop(first, last, body, empty)
+        target = (row * segments + segment) * heads + head
+        store(out.at[target[:, None], jnp.arange(dim)[None, :]], acc, mask=real[:, None])
+        store(peaks.at[target], peak, mask=real)
+        store(totals.at[target], total, mask=real)
 
 
 def _combine(lengths: Any, parts: Any, peaks: Any, totals: Any, *rest: Any, capacity: int) -> None:
@@ -147,40 +185,52 @@ def paged_attention_decode(
     rows, heads, dim = q.shape
     groups, segments = keys.shape[1], attention_pin // attention_segment
     capacity = pages.shape[1] * page_size
-    partial = jax.ShapeDtypeStruct((rows, segments, heads), jnp.float32)
+    flat = jax.ShapeDtypeStruct((rows * segments * heads,), jnp.float32)
     read = rows * min(capacity, attention_pin)  # keys, as far as one can tell without the lengths
     exact = jnp.promote_types(q.dtype, keys.dtype) == jnp.float32
+    sharing = rows // pages.shape[0]
     taken = 1 if exact else heads // groups
-    padded = 1 if exact else max(16, pl.next_power_of_2(taken))
+    # Programs that a request's rows are dealt to, as evenly as can be.
+    deals = sharing if exact else pl.cdiv(sharing, max(1, MOST_QUERIES // taken))
+    together = pl.cdiv(sharing, deals)
+    padded = 1 if exact else max(16, pl.next_power_of_2(taken * together))
     # AMD's matrix units take operands from registers, where q would stay for the whole loop; NVIDIA's read
     # them from shared memory.
-    read_again = device_kind().lower().startswith("gfx")
+    amd = device_kind().lower().startswith("gfx")
     parts = launch(
         functools.partial(
-            _segment, taken=taken, padded=padded, page_size=page_size, segments=segments, read_again=read_again
+            _segment,
+            heads=heads,
+            taken=taken,
+            together=together,
+            deals=deals,
+            padded=padded,
+            page_size=page_size,
+            segments=segments,
+            read_again=amd,
         ),
-        [q, keys, values, pages, length],
+        [q.reshape(rows * heads, dim), keys, values, pages, length],
         name="attention_segment",
-        grid=(rows * (heads // taken), segments),
-        out_shape=[jax.ShapeDtypeStruct((*partial.shape, dim), jnp.float32), partial, partial],
-        warps=SEGMENT_WARPS,
+        grid=(pages.shape[0] * deals * (heads // taken), segments),
+        out_shape=[jax.ShapeDtypeStruct((rows * segments * heads, dim), jnp.float32), flat, flat],
+        warps=SHARED_WARPS_AMD if amd and together > 1 else SEGMENT_WARPS,
         cost=pl.CostEstimate(
             flops=4 * read * heads * dim,
             transcendentals=read * heads,
-            bytes_accessed=2 * read * groups * dim * keys.dtype.itemsize + 4 * partial.size * dim,
+            bytes_accessed=2 * read // together * groups * dim * keys.dtype.itemsize + 4 * flat.size * dim,
         ),
         interpret=interpret,
     )
     out_dtype = jnp.float32 if gate is None else gate.dtype
     (out,) = launch(
         functools.partial(_combine, capacity=capacity),
-        [length, *parts, *([] if gate is None else [gate])],
+        [length, *(x.reshape(rows, segments, heads, *x.shape[1:]) for x in parts), *([] if gate is None else [gate])],
         name="attention_combine",
         grid=(rows, heads),
         out_shape=[jax.ShapeDtypeStruct(q.shape, out_dtype)],
         warps=COMBINE_WARPS,
         cost=pl.CostEstimate(
-            flops=3 * partial.size * dim, transcendentals=partial.size + q.size, bytes_accessed=4 * partial.size * dim
+            flops=3 * flat.size * dim, transcendentals=flat.size + q.size, bytes_accessed=4 * flat.size * dim
         ),
         interpret=interpret,
     )

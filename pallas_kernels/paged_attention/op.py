@@ -1,4 +1,4 @@
-"""Paged attention for one token a row and for packed rows, by kernels or by references."""
+"""Paged attention for rows with a number of keys each and for packed rows, by kernels or by references."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ def paged_attention_decode(
 ) -> jax.Array:
     """One token a row over the keys of its request, in two launches: segments, then combine and gate.
 
-    A row's output has the same bits in any batch and with a page table of any width.
+    Rows of one request share its page table and what is read of its keys: pages has a divisor of R entries, for as
+    many rows each, which follow each other. Without rows that share, it has R.
+
+    A row's output has the same bits in any batch and with a page table of any width. Rows of its request leave them
+    as they are too, as far as one matrix product of more rows has the bits of one of fewer; but values that are not
+    finite, of a key that another row of its request sees, reach it.
 
     Args:
         q: `[R, A, D]`. keys, values: `[kv_slots, G, D]`.
-        pages: `[R, P]` int32, the row's page table; unused entries point at page 0.
+        pages: `[N, P]` int32, N requests' page tables, each of the R / N rows that follow those of the one before;
+            unused entries point at page 0.
         length: `[R]` int32, keys that the row sees, its own included; 0 for padding (output 0).
         page_size: tokens a page.
         gate: `[R, A, D]`; the output is multiplied by its sigmoid. None: no gate.
@@ -47,13 +53,20 @@ def paged_attention_decode(
     """
     _check_arrays(q, keys, values, pages, page_size, gate)
     rows = q.shape[0]
-    _check_int32(pages=(pages, (rows, pages.shape[1])), length=(length, (rows,)))
+    tables = pages.shape[0]
+    if tables == 0 or rows % tables:
+        raise ValueError(
+            f"pages is {pages.dtype}{list(pages.shape)}; it takes int32{[rows, pages.shape[1]]}, or fewer page tables: "
+            f"a divisor of {rows}, the number of rows"
+        )
+    _check_int32(pages=(pages, pages.shape), length=(length, (rows,)))
     if attention_segment < 1 or attention_pin < 1 or attention_pin % attention_segment:
         raise ValueError(
             f"attention_pin = {attention_pin}, attention_segment = {attention_segment}; attention_pin takes a "
             "positive multiple of attention_segment"
         )
-    check_values("paged_attention_decode", page_faults(page_size, keys.shape[0]), pages, length)
+    each = jnp.repeat(pages, rows // tables, axis=0)
+    check_values("paged_attention_decode", page_faults(page_size, keys.shape[0]), each, length)
     arguments = (q, keys, values, pages, length, page_size, gate, attention_pin, attention_segment)
     segments = attention_pin // attention_segment
     unsupported = _unsupported(q, keys, page_size)

@@ -106,7 +106,8 @@ def paged_attention_segmented(
     with a running maximum and sum.
 
     Args:
-        q, keys, values, pages, length, page_size: as `paged_attention_decode` takes them.
+        q, keys, values, length, page_size: as `paged_attention_decode` takes them.
+        pages: `[N, P]` int32, N a divisor of R: each is the page table of R / N rows that follow each other.
         gate: `[R, A, D]`, or None.
         attention_pin, attention_segment: every row is cut into attention_pin / attention_segment segments,
             which have attention_segment keys at length attention_pin.
@@ -118,6 +119,7 @@ def paged_attention_segmented(
     groups, segments = keys.shape[1], attention_pin // attention_segment
     precision = HIGHEST if q.dtype == jnp.float32 else None
     q_groups = q.reshape(rows, groups, heads // groups, dim)
+    pages = jnp.repeat(pages, rows // pages.shape[0], axis=0)
     length = jnp.minimum(length, pages.shape[1] * page_size)
     _, width = cut(length, segments)
     first = jnp.arange(segments) * width[:, None]

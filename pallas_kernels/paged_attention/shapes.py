@@ -39,19 +39,21 @@ def arguments(
     length: int = 4096,
     page_size: int = 64,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    sharing: int = 1,
 ) -> tuple[jax.Array, ...]:
-    """(q, keys, values, pages, length, gate): every row sees `length` keys in shuffled pages of its own."""
+    """(q, keys, values, pages, length, gate) of `sharing` rows for each of `rows` requests, whose keys lie in shuffled
+    pages of its own: its last row sees `length` keys, and each row one more than the row before."""
     keys = jax.random.split(key, 5)
     table = -(-length // page_size)
     pages = 1 + jax.random.permutation(keys[0], rows * table).reshape(rows, table).astype(jnp.int32)
     cache = ((1 + rows * table) * page_size, shape.groups, shape.dim)
-    head = (rows, shape.heads, shape.dim)
+    head = (rows * sharing, shape.heads, shape.dim)
     return (
         jax.random.normal(keys[1], head, dtype),
         jax.random.normal(keys[2], cache, dtype),
         jax.random.normal(keys[3], cache, dtype),
         pages,
-        jnp.full((rows,), length, jnp.int32),
+        jnp.tile(jnp.arange(length - sharing + 1, length + 1, dtype=jnp.int32), rows),
         jax.random.normal(keys[4], head, dtype),
     )
 
