@@ -1,11 +1,11 @@
-"""Times the draft head's drafts of one step against the bytes that they must read, inside a loop on the device.
+"""Times the drafts of one step by the draft head, with either `draft_head`, against the bytes that they must read.
 
     python scripts/draft_speed.py --config 0.8b --requests 1 64 --speculate 3 --pack --json
 
 Random weights, every request behind `POSITION` tokens and more. `draft_ms` is one call of `gdnjax.model.draft`, all
-drafts of all requests: the median of `REPETITIONS` runs of `STEPS` calls; `spread` is half the range over the median.
-`floor_ms` is `bytes`, what the call must read, over the bandwidth of a large copy in the same run; `ratio` is
-floor_ms / draft_ms, 1 at best.
+drafts of all requests: the median of `REPETITIONS` runs of `STEPS` calls in a loop on the device; `spread` is half the
+range over the median. `floor_ms` is `bytes`, what the call must read, over the bandwidth of a large copy in the same
+run; `ratio` is floor_ms / draft_ms, 1 at best.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -32,17 +33,19 @@ from gdnjax.model.draft import draft
 from gdnjax.platform import current_platform
 from gdnjax.state.batch import Batch
 from gdnjax.state.pytree import State, init_state
-from gdnjax.weights.declaration import Params
+from gdnjax.weights.declaration import Params, vocabulary_matrix
+from gdnjax.weights.draft_head import DRAFT_HEAD
 from gdnjax.weights.packing import pack
 
 POSITION, STEPS, REPETITIONS = 384, 32, 7
+HEADS = ("weights", "fp8")
 
 
 def read_bytes(params: Params, config: Config, requests: int, count: int) -> int:
-    """What one call must read: for each of `count` drafts the draft head's weights, the vocabulary matrix, and the
-    keys and values of `requests` requests at the middle of the loop."""
-    table = params["lm_head"] if "lm_head" in params else params["model"]["embed_tokens"]
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params["mtp"], table)))
+    """What one call must read: for each of `count` drafts the draft head's weights, the vocabulary matrix or its fp8
+    copy, and the keys and values of `requests` requests at the middle of the loop."""
+    matrix = vocabulary_matrix(params) if config.draft_head == "weights" else params[DRAFT_HEAD]
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params["mtp"], matrix)))
     token = 2 * config.num_key_value_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     keys = count * (POSITION + STEPS // 2) + count * (count - 1) // 2
     return count * weights + requests * keys * token
@@ -77,7 +80,7 @@ def milliseconds(params: Params, state: State, count: int) -> tuple[float, float
 
 
 def study(config: Config, requests: list[int], count: int, packed: bool, bandwidth: float) -> list[dict[str, Any]]:
-    """One cell a number of requests.
+    """One cell a number of requests and `draft_head`.
 
     Args:
         config: sizes; of a model with a draft head.
@@ -87,19 +90,20 @@ def study(config: Config, requests: list[int], count: int, packed: bool, bandwid
         bandwidth: bytes a second, for the floor.
     """
     # The model's layers take no part in drafts: one stands for all, and is quickly drawn.
-    model = random_model(config.replace(num_hidden_layers=1, layer_types=config.layer_types[:1], draft_kv=True))
+    one = config.replace(num_hidden_layers=1, layer_types=config.layer_types[:1], draft_kv=True)
+    model = random_model(one.replace(draft_head="fp8"))
     params = jax.block_until_ready(pack(model.params, model.config) if packed else model.params)
     cells = []
-    for rows in requests:
+    for rows, head in itertools.product(requests, HEADS):
         longest = POSITION + STEPS + count
-        shape = model.config.replace(max_requests=rows, max_length=longest, kv_tokens=None)
+        shape = model.config.replace(max_requests=rows, max_length=longest, kv_tokens=None, draft_head=head)
         took, spread = milliseconds(params, init_state(shape), count)
         moved = read_bytes(params, shape, rows, count)
         floor = 1e3 * moved / bandwidth
         cells.append(
             {
                 "requests": rows,
-                "head": "weights",
+                "head": head,
                 "bytes": moved,
                 "floor_ms": round(floor, 4),
                 "draft_ms": round(took, 4),
