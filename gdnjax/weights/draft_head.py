@@ -49,5 +49,6 @@ def fp8_rows(matrix: jax.Array) -> dict[str, jax.Array]:
 
 def abstract_draft_head(config: Config) -> Any:
     """What `with_draft_head` adds, as a pytree of `jax.ShapeDtypeStruct`; empty where it adds nothing."""
-    shapes = jax.eval_shape(lambda params: with_draft_head(params, config), abstract_params(config))
-    return shapes.get(DRAFT_HEAD, {})
+    if config.draft_head == "weights":
+        return {}
+    return jax.eval_shape(fp8_rows, vocabulary_matrix(abstract_params(config)))

@@ -117,7 +117,7 @@ def test_the_config_says_which_head() -> None:
     logits = draft_logits(both, weights, hidden)
     assert_same_bits(logits, draft_logits(params, weights, hidden))
     found, largest = draft_logits(both, CONFIG, hidden), np.abs(hidden) @ np.abs(matrix).T
-    assert 0 < np.abs(found - logits).max() and (np.abs(found - logits) <= 2.0**-4 * largest).all()
+    assert np.abs(found - logits).max() > 0 and (np.abs(found - logits) <= 2.0**-4 * largest).all()
 
     config = CONFIG.replace(draft_kv=True)
     arguments = abstract_params(config), state_shapes(config), decode_batch({0: 1}, 1), hidden[:1, :1] * jnp.ones(48)
