@@ -29,7 +29,9 @@ from tests.generation.small import PROMPTS, SMALL, VOCAB, byte_tokenizer, run, s
 
 GENERATE_KEYS = {"tokens", "text", "finish_reason", "prompt_tokens", "seconds", "tokens_per_second"}
 GENERATE_KEYS |= {"steps", "drafted", "accepted", "tokens_per_step"}
-INFO_KEYS = {"parameters", "weight_bytes", "bytes_per_request", "bytes_per_kv_token", "max_requests", "kv_tokens"}
+INFO_KEYS = set(
+    """parameters weight_bytes draft_head_bytes bytes_per_request bytes_per_kv_token max_requests kv_tokens""".split()
+)
 
 Capture = pytest.CaptureFixture[str]
 
