@@ -21,6 +21,7 @@ from gdnjax.model.forward import forward
 from gdnjax.platform import current_platform
 from gdnjax.state.batch import check_ids
 from gdnjax.weights.declaration import Params
+from gdnjax.weights.draft_head import DRAFT_HEAD
 
 if TYPE_CHECKING:
     from gdnjax.tokenizer import Tokenizer
@@ -164,8 +165,10 @@ class LanguageModel:
 
     @functools.cached_property
     def parameter_count(self) -> int:
-        """Parameters in all arrays."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        """Parameters in all arrays; a copy of some for drafts counts none."""
+        return sum(
+            leaf.size for name in self.params if name != DRAFT_HEAD for leaf in jax.tree.leaves(self.params[name])
+        )
 
 
 def check_prompts(prompts: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from gdnjax.lm import LanguageModel
 from gdnjax.platform import current_platform
 from gdnjax.resources import checkpoints_dir
 from gdnjax.weights.declaration import init_params
+from gdnjax.weights.draft_head import with_draft_head
 from gdnjax.weights.files import is_checkpoint
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def load(
     placed = None if mesh is None else shardings(config, mesh)
     read = orbax_io.restore if is_checkpoint(path) else safetensors_io.load_safetensors
     params = read(path, config, shardings=placed)
+    params = with_draft_head(params, config)
     return LanguageModel(config, params, load_tokenizer(path, model_vocab_size=config.vocab_size))
 
 
@@ -108,4 +110,4 @@ def random_model(config: str | Config, seed: int = 0, dtype: str | None = None, 
     c = from_preset(config, **overrides) if isinstance(config, str) else config.replace(**overrides)
     c = c.for_platform(current_platform()).replace(**overrides)
     c = dataclasses.replace(c, dtype=dtype if dtype is not None else default_dtype(c))
-    return LanguageModel(c, init_params(c, jax.random.key(seed)))
+    return LanguageModel(c, with_draft_head(init_params(c, jax.random.key(seed)), c))

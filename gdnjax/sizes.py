@@ -13,6 +13,7 @@ from gdnjax.platform import device_memory
 from gdnjax.state.device import snapshot_bytes
 from gdnjax.state.pytree import state_shapes
 from gdnjax.weights.declaration import abstract_params
+from gdnjax.weights.draft_head import abstract_draft_head
 
 CPU_MEMORY = 2**30
 """What `derive_limits` counts with on a CPU, whose memory belongs to others too."""
@@ -22,11 +23,13 @@ MOST_REQUESTS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a model costs, in bytes; `bytes_per_request` by state layout, without its KV tokens, with what the config's
-    `speculate` and `speculative_state` add."""
+    """What a model costs, in bytes: its weights, the copy of the vocabulary matrix that `draft_head: fp8` puts beside
+    them, and a request's state by layout, without its KV tokens, with what the config's `speculate` and
+    `speculative_state` add."""
 
     parameters: int
     weight_bytes: int
+    draft_head_bytes: int
     bytes_per_request: dict[str, int]
     bytes_per_kv_token: int
 
@@ -41,6 +44,7 @@ def sizes(config: Config) -> Sizes:
     return Sizes(
         parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)),
         weight_bytes=_bytes(weights),
+        draft_head_bytes=_bytes(abstract_draft_head(config)),
         bytes_per_request={layout: _request_bytes(config, layout) for layout in ("in_place", "twin")},
         bytes_per_kv_token=_kv_token_bytes(config),
     )
@@ -87,7 +91,8 @@ def fit(config: Config, memory: int) -> tuple[int, int]:
     most_requests, most_pages = _index_limits(config)
     requests = min(free // whole, most_requests, most_pages // config.pages_per_request)
     if requests < 1:
-        weights = sizes(config).weight_bytes
+        costs = sizes(config)
+        weights = costs.weight_bytes + costs.draft_head_bytes
         raise ValueError(
             f"memory of {memory:,} bytes holds no request of max_length = {config.max_length}: the weights take "
             f"{weights:,}, and one request needs {memory - free + whole:,} in all; lower max_length or the dtype"
@@ -153,7 +158,7 @@ def _room(config: Config, memory: int) -> tuple[int, int, int]:
     request = costs.bytes_per_request[config.state_layout] + 4 * numbers + 5 * config.vocab_size
     # The reserved slot, ring row and page.
     reserved = snapshot_bytes(config) + page
-    return memory - costs.weight_bytes - reserved, request, page
+    return memory - costs.weight_bytes - costs.draft_head_bytes - reserved, request, page
 
 
 def _index_limits(config: Config) -> tuple[int, int]:

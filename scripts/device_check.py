@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SUITE = ("tests/pallas_kernels", "tests/model/test_kernels.py")
-"""Every kernel against its reference, and the model with all of them against Hugging Face's arrays."""
+SUITE = ("tests/pallas_kernels", "tests/model/test_kernels.py", "tests/model/test_draft_head.py")
+"""Every kernel against its reference, the model with all of them against Hugging Face's arrays, and the fp8 head."""
 sys.path.insert(0, str(ROOT))
 
 

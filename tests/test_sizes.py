@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import pytest
 from hypothesis import given
@@ -63,6 +65,18 @@ def test_parameters_and_weight_bytes(name: str) -> None:
     float32 = (config.num_hidden_layers * 3 // 4) * (2 * config.linear_num_value_heads + config.linear_value_head_dim)
     assert costs.weight_bytes == 2 * costs.parameters + 2 * float32
     assert sizes(config.replace(dtype="float32")).weight_bytes == 4 * costs.parameters
+
+
+def test_the_fp8_head_is_counted_beside_the_weights() -> None:
+    config = from_preset("0.8b")
+    fp8, copy = config.replace(draft_head="fp8"), 248320 * 1024 + 4 * 248320
+    costs = sizes(fp8)
+    assert costs == dataclasses.replace(sizes(config), draft_head_bytes=copy)
+    # What fits is what fits into a memory that is smaller by the copy.
+    memory = 8 * 2**30
+    assert fit(fp8, memory) == fit(config, memory - copy)
+    with pytest.raises(ValueError, match=f"the weights take {costs.weight_bytes + copy:,}, and"):
+        fit(fp8, costs.weight_bytes)
 
 
 def penalties(config: Config) -> int:

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gdnjax.cli import UsageError, add_json_flag, print_json
-from gdnjax.cli.source import add_source, load_model, overrides
+from gdnjax.cli.source import add_draft_head, add_source, check_drafts, load_model, overrides
 
 if TYPE_CHECKING:
     from gdnjax.lm import LanguageModel
@@ -47,6 +47,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--drafts", choices=("mtp", "ngram"), help="of --speculate: the draft head's, or the text's own (mtp)"
     )
+    add_draft_head(parser)
     add_json_flag(parser)
     parser.set_defaults(run=run)
 
@@ -125,8 +126,7 @@ def check_usage(args: argparse.Namespace) -> None:
         raise UsageError(f"max_new_tokens = {args.max_new_tokens}; it takes an integer >= 1")
     if args.speculate is not None and not 0 <= args.speculate <= MOST_DRAFTS:
         raise UsageError(f"speculate = {args.speculate}; it takes an integer from 0 (plain decoding) to {MOST_DRAFTS}")
-    if args.drafts is not None and not args.speculate:
-        raise UsageError(f"--drafts {args.drafts} says where drafts come from; give their number with --speculate K")
+    check_drafts(args)
     if "" in args.stop:
         raise UsageError(f"stop = {args.stop!r}; it takes strings of at least one character")
     names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty".split()

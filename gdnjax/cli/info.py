@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from gdnjax.cli import UsageError, add_json_flag, print_json
-from gdnjax.cli.source import read_config
+from gdnjax.cli.source import add_draft_head, read_config
 from gdnjax.config.checks import PLATFORMS
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -25,6 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--speculate", type=int, metavar="K", help="what K drafts a step cost, in each way to keep their states"
     )
+    add_draft_head(parser)
     parser.add_argument("--max-length", type=int, metavar="N", help="length that --memory gives every request")
     parser.add_argument("--platform", choices=PLATFORMS, help="count with this platform's overrides")
     add_json_flag(parser)
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args.model, args.config)
     config = config if args.platform is None else config.for_platform(args.platform)
     changes: dict[str, Any] = {
-        k: v for k in ("dtype", "state_layout", "max_length") if (v := getattr(args, k)) is not None
+        k: v for k in ("dtype", "state_layout", "max_length", "draft_head") if (v := getattr(args, k)) is not None
     }
     if args.memory is not None:
         # The limits are what is asked for; those of the file must not make a long max_length fail.
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             {
                 "parameters": costs.parameters,
                 "weight_bytes": costs.weight_bytes,
+                "draft_head_bytes": costs.draft_head_bytes,
                 "bytes_per_request": costs.bytes_per_request,
                 "bytes_per_kv_token": costs.bytes_per_kv_token,
                 "max_requests": requests,
@@ -78,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         ("parameters", f"{costs.parameters:,}"),
         ("weights", f"{format_bytes(costs.weight_bytes)} ({config.dtype})"),
+        *([("fp8 draft head", format_bytes(costs.draft_head_bytes))] if costs.draft_head_bytes else []),
         *((f"state a request, {k}", format_bytes(v)) for k, v in costs.bytes_per_request.items()),
         ("KV cache a token", format_bytes(costs.bytes_per_kv_token)),
         ("state layout", config.state_layout),

@@ -11,7 +11,7 @@ from typing import Any
 
 from gdnjax.cli import UsageError
 from gdnjax.cli.compilation_cache import use_compilation_cache
-from gdnjax.cli.source import DEFAULT_MODEL, add_source, load_model
+from gdnjax.cli.source import DEFAULT_MODEL, add_draft_head, add_source, check_drafts, load_model
 
 
 def add_parser(commands: Any) -> None:
@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--drafts", choices=("mtp", "ngram"), help="of --speculate: the draft head's, or the text's own; default: mtp"
     )
+    add_draft_head(parser)
     parser.add_argument("--timeout", metavar="S", type=_seconds, default=600.0, help="of a request (600)")
     parser.add_argument("--drain", metavar="S", type=_seconds, default=30.0, help="for requests to end at a stop (30)")
     parser.add_argument(
@@ -56,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.config is not None:
         raise UsageError(f"--config {args.config}: random weights have no tokenizer, and a server answers in text")
-    if args.drafts is not None and not args.speculate:
-        raise UsageError(f"--drafts {args.drafts} says where drafts come from; give their number with --speculate K")
+    check_drafts(args)
     # Before minutes of compiling.
     with bind(args.host, args.port) as sock:
         use_compilation_cache(args.compilation_cache)

@@ -37,9 +37,31 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add_platform(parser)
 
 
+def add_draft_head(parser: argparse.ArgumentParser) -> None:
+    """`--draft-head`: a config key, for commands that draft."""
+    parser.add_argument(
+        "--draft-head",
+        choices=("weights", "fp8"),
+        help="of drafts mtp: chosen by the model's head, or by a copy of it with half the bytes (weights)",
+    )
+
+
+def check_drafts(args: argparse.Namespace) -> None:
+    """Refuses what says how to draft where nobody drafts so.
+
+    Raises:
+        UsageError: names the option, its value and what is missing.
+    """
+    if args.drafts is not None and not args.speculate:
+        raise UsageError(f"--drafts {args.drafts} says where drafts come from; give their number with --speculate K")
+    if args.draft_head is not None and (not args.speculate or args.drafts == "ngram"):
+        what = "give their number with --speculate K" if not args.speculate else "leave --drafts ngram out"
+        raise UsageError(f"--draft-head {args.draft_head} says what drafts of the draft head are chosen by; {what}")
+
+
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
     """The config keys that the arguments set."""
-    names = ("max_length", "state_layout")
+    names = ("max_length", "state_layout", "draft_head")
     values = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     return {**values, "language_model_only": True} if getattr(args, "language_model_only", False) else values
 

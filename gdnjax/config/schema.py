@@ -70,6 +70,8 @@ class Config:
     * `state_layout`: `in_place` (one recurrent slot a request) or `twin` (two: a decode step reads
       one and writes the other). Twin doubles the recurrent pool; the values are the same.
     * `draft_kv`: the state also has the keys and values of the draft head, beside those of the attention layers.
+    * `draft_head`: what the draft head's logits are made with: the model's own head (`weights`), or `fp8`, a copy of
+      it that takes half its bytes and is made where weights are loaded. No other logits are made with it.
     * `speculate`: most drafts of a request that one step verifies, 0 to 7; 0 is plain decoding.
     * `speculative_state`: how a recurrent state gets back from drafts that were rejected: `record` (the slots that
       `state_layout` gives it, and the inputs that rebuild the rest) or `slots` (1 + speculate slots instead of one).
@@ -115,6 +117,7 @@ class Config:
     prefill_tokens: int = 1024
     state_layout: Literal["in_place", "twin"] = "in_place"
     draft_kv: bool = False
+    draft_head: Literal["weights", "fp8"] = "weights"
     speculate: int = 0
     speculative_state: Literal["record", "slots"] = "record"
     state_dtype: DType = "float32"
@@ -257,8 +260,9 @@ class Config:
 
 
 SERVING_KEYS = frozenset(
-    """max_requests max_length kv_tokens page_size prefill_tokens state_layout draft_kv speculate speculative_state
-    state_dtype kernels attention_pin attention_segment memory_fraction prefix_cache_bytes prefix_interval""".split()
+    """max_requests max_length kv_tokens page_size prefill_tokens state_layout draft_kv draft_head speculate
+    speculative_state state_dtype kernels attention_pin attention_segment memory_fraction prefix_cache_bytes
+    prefix_interval""".split()
 )
 
 
@@ -375,6 +379,13 @@ def _check_serving(c: Config) -> None:
         c.draft_kv,
         f"False for a model without a draft head (mtp_num_hidden_layers = {c.mtp_num_hidden_layers}); drafting takes a "
         "checkpoint with mtp.* tensors",
+    )
+    require(
+        c.draft_head == "weights" or c.mtp_num_hidden_layers == 1,
+        "draft_head",
+        c.draft_head,
+        f"'weights' for a model without a draft head (mtp_num_hidden_layers = {c.mtp_num_hidden_layers}); an fp8 head "
+        "takes a checkpoint with mtp.* tensors",
     )
     require(
         0 <= c.speculate <= MOST_DRAFTS,

@@ -54,6 +54,11 @@ def speculation_of(config: Config, speculate: int | None, drafts: Source | None)
     """
     source: Source = drafts or ("mtp" if config.mtp_num_hidden_layers else "ngram")
     (most,) = check_speculation(config, [Request([], 1, SamplingParams(), speculate)], source)
+    if config.draft_head != "weights" and not (most and source == "mtp"):
+        raise ValueError(
+            f"draft_head = {config.draft_head!r} with speculate = {most} and drafts = {source!r}: nobody drafts "
+            "with it; take speculate = 1 to 7 with drafts = 'mtp', or draft_head = 'weights'"
+        )
     if most:
         return speculating_config(config, most, source), source
     if drafts is not None:

@@ -1,8 +1,9 @@
 """The draft (MTP) head: guesses the tokens after the next one, over whole sequences and with a cache of its own.
 
 One full-attention layer. At position t it takes the model's hidden h_t after the final norm and the token after
-it, x_{t+1}; through the model's own head it predicts x_{t+2}. Fed with its output and its guess it goes on from
-there. Its keys and values lie in the state (`draft_kv`), in the request's pages, at the hiddens' positions.
+it, x_{t+1}; through the model's own head, or an fp8 copy of that, it predicts x_{t+2}. Fed with its output and its
+guess it goes on from there. Its keys and values lie in the state (`draft_kv`), in the request's pages, at the hiddens'
+positions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gdnjax.model.step import attention_decode, kv_slot
 from gdnjax.state.batch import Batch, segments_of
 from gdnjax.state.pytree import State
 from gdnjax.weights.declaration import Params
+from gdnjax.weights.draft_head import DRAFT_HEAD
 from pallas_kernels.attention_prologue.reference import rope_table
 from pallas_kernels.gated_rms_norm.reference import rms_norm
 
@@ -68,10 +70,11 @@ def draft(
         count: drafts a row, at least 1.
 
     Returns:
-        Drafts `[R, count]` int32, their logits `[R, count, V]` float32, and the state.
+        Drafts `[R, count]` int32, their logits (`draft_logits`) `[R, count, V]` float32, and the state.
 
     Raises:
-        ValueError: params without a draft head, a state without its cache, or a count under 1.
+        ValueError: params without a draft head, or without the copy that the config asks for; a state without the
+            head's cache; or a count under 1.
     """
     if count < 1:
         raise ValueError(f"count = {count}; it takes an integer >= 1")
@@ -81,10 +84,30 @@ def draft(
         with jax.named_scope(f"draft_{number}"):
             place = jnp.where(position >= 0, position + number, -1)
             hidden, state = _step(params, state, tokens, hidden, batch.request, place)
-            logits.append(head(params, hidden))
+            logits.append(draft_logits(params, state.config, hidden))
             tokens = jnp.argmax(logits[-1], axis=-1).astype(jnp.int32)
             drafts.append(tokens)
     return jnp.stack(drafts, axis=1), jnp.stack(logits, axis=1), state
+
+
+def draft_logits(params: Params, config: Config, hidden: jax.Array) -> jax.Array:
+    """Logits `[..., V]` float32 that drafts are chosen by, of the draft head's output `[..., H]`: by the model's own
+    head, or with `draft_head` fp8 by the copy of it (`gdnjax.weights.draft_head`).
+
+    Raises:
+        ValueError: `draft_head` fp8, and params without the copy.
+    """
+    if config.draft_head == "weights":
+        return head(params, hidden)
+    if DRAFT_HEAD not in params:
+        raise ValueError(
+            "draft_head = 'fp8', and params have no fp8 copy of the vocabulary matrix; make it with "
+            "gdnjax.weights.draft_head.with_draft_head, or load the model with draft_head='fp8'"
+        )
+    copy = params[DRAFT_HEAD]
+    with jax.named_scope("draft_head"):
+        # A GPU's compiler converts inside of the product: memory is read as fp8, and no copy in `dtype` is written.
+        return linear(hidden, copy["weight"].astype(hidden.dtype), jnp.float32) * copy["scale"]
 
 
 def draft_prefill(params: Params, state: State, batch: Batch, hidden: jax.Array, following: jax.Array) -> State:

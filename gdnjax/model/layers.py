@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gdnjax.config import Config
-from gdnjax.weights.declaration import Params
+from gdnjax.weights.declaration import Params, vocabulary_matrix
 from pallas_kernels.columns import Columns, split, value
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_delta_decode.qkv import QkvLayout
@@ -114,7 +114,6 @@ def run_layers(
 
 
 def head(params: Params, hidden: jax.Array) -> jax.Array:
-    """Logits `[..., V]` float32 of the final hidden `[..., H]`; a tied model's head is its embedding."""
-    table = params["lm_head"] if "lm_head" in params else params["model"]["embed_tokens"]
+    """Logits `[..., V]` float32 of the final hidden `[..., H]`."""
     with jax.named_scope("head"):
-        return linear(hidden, table["weight"], jnp.float32)
+        return linear(hidden, vocabulary_matrix(params), jnp.float32)

@@ -193,6 +193,12 @@ def _draw(key: jax.Array, number: int, initializer: Initializer, shape: tuple[in
     return initializer(jax.random.fold_in(key, number), shape).astype(dtype)
 
 
+def vocabulary_matrix(params: Params) -> jax.Array:
+    """The head's matrix `[V, H]`; a tied model's head is its embedding."""
+    table = params["lm_head"] if "lm_head" in params else params["model"]["embed_tokens"]
+    return table["weight"]
+
+
 def tensor_name(path: tuple[Any, ...]) -> str:
     """The Hugging Face name (flat `model.` prefix) of a leaf's pytree path."""
     return ".".join(str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path)

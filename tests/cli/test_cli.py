@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,9 @@ from tests.generation.small import PROMPTS, SMALL, VOCAB, byte_tokenizer, run, s
 
 GENERATE_KEYS = {"tokens", "text", "finish_reason", "prompt_tokens", "seconds", "tokens_per_second"}
 GENERATE_KEYS |= {"steps", "drafted", "accepted", "tokens_per_step"}
-INFO_KEYS = {"parameters", "weight_bytes", "bytes_per_request", "bytes_per_kv_token", "max_requests", "kv_tokens"}
+INFO_KEYS = set(
+    """parameters weight_bytes draft_head_bytes bytes_per_request bytes_per_kv_token max_requests kv_tokens""".split()
+)
 
 Capture = pytest.CaptureFixture[str]
 
@@ -126,6 +129,14 @@ def test_drafts_that_cannot_be(capsys: Capture, ids_file: str) -> None:
     assert "invalid choice: 'guess'" in fails(capsys, 2, *source, "--speculate", "1", "--drafts", "guess")
     message = fails(capsys, 1, *source, "--speculate", "2")
     assert "this model has no draft head (mtp_num_hidden_layers = 0)" in message and "--drafts ngram" in message
+    for more, missing in (
+        ([], "give their number with --speculate K"),
+        (["--drafts", "ngram"], "leave --drafts ngram"),
+    ):
+        message = fails(capsys, 2, *source, "--draft-head", "fp8", *["--speculate", "2"] * bool(more), *more)
+        assert "--draft-head fp8 says what drafts of the draft head are chosen by; " + missing in message
+    message = fails(capsys, 1, *source, "--speculate", "2", "--draft-head", "fp8")
+    assert "draft_head = 'fp8'; it takes 'weights' for a model without a draft head" in message
 
 
 def test_generate_json_of_one_token_has_no_speed(capsys: Capture, ids_file: str) -> None:
@@ -434,6 +445,11 @@ def test_info_of_drafts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Non
         assert ways[layout, "record"]["max_requests"] > ways[layout, "slots"]["max_requests"]
     assert main(["info", "--config", "27b", "--speculate", "3"]) == 0
     assert "3 drafts, slots, twin" in capsys.readouterr().out
+    assert main(["info", "--config", "27b", "--draft-head", "fp8", "--json"]) == 0
+    value = one_object(capsys.readouterr().out)
+    assert value["draft_head_bytes"] == 248320 * (5120 + 4)
+    assert main(["info", "--config", "27b", "--draft-head", "fp8"]) == 0
+    assert re.search(r"^fp8 draft head +1\.2 GiB$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_info_text(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -65,11 +66,26 @@ def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         assert arguments[0] in capsys.readouterr().err
     assert main(["serve", "--drafts", "ngram"]) == 2
     assert "--drafts ngram says where drafts come from; give their number with --speculate K" in capsys.readouterr().err
+    assert main(["serve", "--draft-head", "fp8"]) == 2
+    assert "--draft-head fp8 says what drafts of the draft head are chosen by" in capsys.readouterr().err
     with monkeypatch.context() as patched:
-        patched.setattr("gdnjax.loading.load", lambda source, dtype=None, **overrides: model())
-        arguments = ["--port", "0", "--compilation-cache", "none", "--speculate", "2", "--drafts", "mtp"]
+        loaded: list[dict[str, Any]] = []
+        patched.setattr("gdnjax.loading.load", lambda source, dtype=None, **keys: loaded.append(keys) or model())
+        arguments = [
+            "--port",
+            "0",
+            "--compilation-cache",
+            "none",
+            "--speculate",
+            "2",
+            "--drafts",
+            "mtp",
+            "--draft-head",
+            "fp8",
+        ]
         assert main(["serve", *arguments]) == 1
     assert "speculate = 2 with drafts = 'mtp', and this model has no draft head" in capsys.readouterr().err
+    assert loaded == [{"draft_head": "fp8"}]
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "gdnjax.server.run", raising=False)
     assert main(["serve"]) == 1

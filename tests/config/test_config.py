@@ -222,6 +222,8 @@ def test_yaml(tmp_path: Path) -> None:
         (YAML + "speculative_state: pages", r"speculative_state = 'pages'; it takes one of 'record', 'slots'"),
         (YAML + "speculative_state: slots", r"speculative_state = 'slots'; it takes 'record' with speculate = 0.*to 7"),
         (YAML + "speculate: 3\ndraft_kv: true", r"draft_kv = True; it takes False for a model without a draft head"),
+        (YAML + "draft_head: fp8", r"draft_head = 'fp8'; it takes 'weights' for a model without.*with mtp\.\* tensors"),
+        (YAML + "draft_head: int4", r"draft_head = 'int4'; it takes one of 'weights', 'fp8'"),
         (YAML + "layer_types: []", r"full_attention_interval = 2 and layer_types; it takes one of them"),
         (YAML.replace("interval: 2", "interval: 0"), r"full_attention_interval = 0; it takes an integer >= 1"),
         (YAML.replace("interval: 2", "interval: x"), r"full_attention_interval = 'x'; it takes an integer >= 1"),

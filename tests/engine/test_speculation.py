@@ -32,6 +32,7 @@ EAGER = SamplingParams(frequency_penalty=-3.0)
 HOT = SamplingParams(temperature=0.8, repetition_penalty=1.1, presence_penalty=-2.0, frequency_penalty=-2.0)
 KINDS = (GREEDY, SAMPLED, WHOLE, HOT, EAGER)
 TOKENS = 24
+FP8 = LanguageModel(SMALL.replace(mtp_num_hidden_layers=1, draft_head="fp8"), {})
 
 
 def engine(pages: int | None = None, model: LanguageModel | None = None, **arguments: Any) -> Engine:
@@ -200,11 +201,12 @@ def test_a_request_with_logits_that_are_not_finite_ends_alone() -> None:
 
 
 @functools.cache
-def tiny() -> LanguageModel:
-    return load("tiny", dtype="float32", max_length=64, prefill_tokens=16)
+def tiny(head: str = "weights") -> LanguageModel:
+    return load("tiny", dtype="float32", max_length=64, prefill_tokens=16, draft_head=head)
 
 
-def test_drafts_of_the_head() -> None:
+@pytest.mark.parametrize("head", ["weights", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_drafts_of_the_head(head: str) -> None:
     tokenizer = tiny().tokenizer
     assert tokenizer is not None
     # The second is cut into windows.
@@ -212,7 +214,7 @@ def test_drafts_of_the_head() -> None:
         tokenizer.encode(text) for text in ("HAMLET. ", "It is a truth universally acknowledged, that a man", "A")
     ]
     assert max(map(len, prompts)) > 16 and min(map(len, prompts)) == 1
-    e = engine(model=tiny(), speculate=2, kv_tokens=None)
+    e = engine(model=tiny(head), speculate=2, kv_tokens=None)
     assert e.config.draft_kv
 
     def serve(speculate: Sequence[int], stop_ids: Sequence[int] = ()) -> list[Handle]:
@@ -250,6 +252,11 @@ def test_the_head_over_scored_prompts() -> None:
         (dict(speculate=2, drafts="mtp"), "this model has no draft head"),
         (dict(speculate=2, drafts="guess"), "drafts = 'guess'; it takes mtp or ngram"),
         (dict(speculate=0, drafts="ngram"), "drafts = 'ngram' with speculate = 0"),
+        (
+            dict(speculate=0, model=FP8),
+            "draft_head = 'fp8' with speculate = 0 and drafts = 'mtp': nobody drafts with it",
+        ),
+        (dict(speculate=2, drafts="ngram", model=FP8), "draft_head = 'fp8' with speculate = 2 and drafts = 'ngram'"),
     ],
 )
 def test_what_cannot_speculate_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -20,6 +21,7 @@ from gdnjax.model.draft import mtp_logits
 from gdnjax.model.forward import forward_hidden
 from gdnjax.state import State, cached_kv, init_state
 from gdnjax.weights.declaration import Params
+from gdnjax.weights.draft_head import DRAFT_HEAD, with_draft_head
 from tests.generation.small import GREEDY, NEAR_TIE, run
 from tests.helpers import KV, assert_close
 
@@ -59,8 +61,13 @@ def start() -> tuple[Speculation, list[list[int]]]:
 @functools.cache
 def speculated() -> tuple[list[list[int]], np.ndarray, np.ndarray, State]:
     """By the device loop: tokens, steps and accepted drafts of the requests, and the state."""
-    s, tokens = start()
-    s, emissions = speculative_device_loop(model().params, s, steps=32, propose=PROPOSE["mtp"])
+    return finish(model().params, *start())
+
+
+def finish(
+    params: Params, s: Speculation, tokens: list[list[int]]
+) -> tuple[list[list[int]], np.ndarray, np.ndarray, State]:
+    s, emissions = speculative_device_loop(params, s, steps=32, propose=PROPOSE["mtp"])
     found = np.asarray(emissions.token)
     for row, ids in enumerate(tokens):
         ids += [int(t) for t in found[:, row].ravel() if t >= 0]
@@ -73,6 +80,22 @@ def test_the_tokens_are_plain_decodings() -> None:
     tokens, steps, accepted, _ = speculated()
     assert tokens == [r.tokens for r in run(model(), prompts(), TOKENS, loop="python")]
     assert (accepted > 0).all() and (accepted < np.array(COUNTS) * steps).all()
+
+
+def test_no_copy_that_chooses_drafts_can_change_the_tokens() -> None:
+    wanted, _, by_head, _ = speculated()
+    config = model().config.replace(draft_head="fp8")
+    copy, accepted = with_draft_head(model().params, config)[DRAFT_HEAD], []
+    # The head's copy, and one that chooses what the head likes least.
+    for sign in (1, -1):
+        s, first = start()
+        s = dataclasses.replace(s, state=dataclasses.replace(s.state, config=s.state.config.replace(draft_head="fp8")))
+        params = {**model().params, DRAFT_HEAD: {**copy, "scale": sign * copy["scale"]}}
+        tokens, _, taken, _ = finish(params, s, first)
+        assert tokens == wanted
+        accepted.append(taken.sum())
+    print(f"accepted: {by_head.sum()} of the head's drafts, {accepted[0]} of its copy's")
+    assert accepted[0] > 0.8 * by_head.sum() and accepted[1] == 0
 
 
 @pytest.mark.slow
