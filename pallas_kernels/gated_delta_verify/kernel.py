@@ -28,11 +28,11 @@ from pallas_kernels.gated_delta_decode.qkv import QkvLayout, qkv_layout
 from pallas_kernels.gated_delta_verify.record import Groups, Record
 from pallas_kernels.triton_backend import launch, load, store
 
-FEW, MANY = 2, 4
-"""Strips of one program. What a row brings is worked out once for all of them; few programs have registers to spare,
-and the more strips, the longer is what a row waits for."""
-MANY_STRIPS = 4096
-"""Strips in all from which on programs take `MANY`."""
+FEW, MANY = 8, 16
+"""Rows of V of one program. What a token brings is worked out once for all of them; but the more they are, the longer a
+token waits for the one before it, where programs are too few to hide that."""
+MANY_ROWS = 16384
+"""Rows of V in all, of all heads and groups, from which on programs take `MANY`."""
 
 SOURCE, TARGET, REPLAY, REPLAYED, RECORD, COUNT = range(6)
 """Columns of the table of groups."""
@@ -267,8 +267,8 @@ def cut(tile: Tile, pool: jax.Array, groups: int) -> tuple[int, int, int]:
     not depend on how many strips a program has."""
     _, heads, dv, dk = pool.shape
     strip, piece = math.gcd(tile.strip, dv), math.gcd(tile.piece, dk)
-    strips = dv // strip
-    return strip, piece, math.gcd(MANY if groups * heads * strips >= MANY_STRIPS else FEW, strips)
+    rows = MANY if groups * heads * dv >= MANY_ROWS else FEW
+    return strip, piece, math.gcd(max(1, rows // strip), dv // strip)
 
 
 def group_table(groups: Groups) -> jax.Array:
