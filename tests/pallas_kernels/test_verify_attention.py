@@ -26,8 +26,8 @@ from tests.pallas_kernels.attention import (
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PAGE_SIZE, DIM, ROWS = 32, 16, 4
-# Four segments, one block wide up to 128 keys and two up to 256. The first request's rows lie on both sides of 128, where
-# a row has segments that another has not; the second's on both sides of a block's end; the third is a padding group.
+# Four segments, one block wide up to 128 keys and two up to 256. The first request's rows lie on both sides of 128,
+# where their segments differ; the second's on both sides of a block's end; the third is a padding group.
 FIRST, LIVE = np.array([126, 32, 0, 200, 1]), np.array([4, 2, 0, 1, 3])
 KEYS = FIRST + LIVE
 attend = jax.jit(
