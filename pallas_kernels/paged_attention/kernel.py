@@ -71,24 +71,19 @@ def _segment(
     A program takes `taken` query heads of each of `together` rows, `padded` in all, and `deals` programs take the rows
     of a request; `read_again`: q is loaded for every block of keys.
     """
-    rows, dim = q_ref.shape[0] // heads, q_ref.shape[1]
+    dim = q_ref.shape[1]
     # Programs of a row lie next to each other, as their keys do in memory.
-    parts, sharing = heads // taken, rows // pages.shape[0]
+    parts = heads // taken
     index, part = jax.lax.div(pl.program_id(0), parts), jax.lax.rem(pl.program_id(0), parts)
-    request, offset = jax.lax.div(index, deals), jax.lax.rem(index, deals) * together
+    request, first_row = jax.lax.div(index, deals), index * together
     group = jax.lax.div(part * taken, heads // keys.shape[1])
     segment = pl.program_id(1)
 
     query = jnp.arange(padded)
     within = jax.lax.div(query, taken)
-    row, head = request * sharing + offset + within, part * taken + query - within * taken
+    row, head = first_row + within, part * taken + query - within * taken
     place = row * heads + head
-    real = (within < together) & (offset + within < sharing)
-
-    def length_of(t: int) -> jax.Array:
-        mine = offset + t < sharing
-        length = lengths[request * sharing + jnp.where(mine, offset + t, 0)]
-        return jnp.where(mine, jnp.minimum(length, pages.shape[1] * page_size), 0)
+    real = within < together
 
     def of_queries(of_rows: Iterable[jax.Array]) -> jax.Array:
         first, *others = of_rows
@@ -96,7 +91,7 @@ def _segment(
             first = jnp.where(within[:, None] == t, value, first)
         return first
 
-    length = [length_of(t) for t in range(together)]
+    length = [jnp.minimum(lengths[first_row + t], pages.shape[1] * page_size) for t in range(together)]
     longest = functools.reduce(jnp.maximum, length)
     cuts = [cut(n, segments) for n in length]
     starts = [segment * width for _, width in cuts]
@@ -190,9 +185,9 @@ def paged_attention_decode(
     exact = jnp.promote_types(q.dtype, keys.dtype) == jnp.float32
     sharing = rows // pages.shape[0]
     taken = 1 if exact else heads // groups
-    # Programs that a request's rows are dealt to, as evenly as can be.
-    deals = sharing if exact else pl.cdiv(sharing, max(1, MOST_QUERIES // taken))
-    together = pl.cdiv(sharing, deals)
+    # As many rows as fit into a program and leave the others of their request in programs as full.
+    fits = [n for n in range(2, sharing + 1) if sharing % n == 0 and n * taken <= MOST_QUERIES and not exact]
+    together = max(fits, default=1)
     padded = 1 if exact else max(16, pl.next_power_of_2(taken * together))
     # AMD's matrix units take operands from registers, where q would stay for the whole loop; NVIDIA's read
     # them from shared memory.
@@ -203,7 +198,7 @@ def paged_attention_decode(
             heads=heads,
             taken=taken,
             together=together,
-            deals=deals,
+            deals=sharing // together,
             padded=padded,
             page_size=page_size,
             segments=segments,
@@ -211,7 +206,7 @@ def paged_attention_decode(
         ),
         [q.reshape(rows * heads, dim), keys, values, pages, length],
         name="attention_segment",
-        grid=(pages.shape[0] * deals * (heads // taken), segments),
+        grid=(rows // together * (heads // taken), segments),
         out_shape=[jax.ShapeDtypeStruct((rows * segments * heads, dim), jnp.float32), flat, flat],
         warps=SHARED_WARPS_AMD if amd and together > 1 else SEGMENT_WARPS,
         cost=pl.CostEstimate(

@@ -26,8 +26,8 @@ from tests.pallas_kernels.attention import (
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PAGE_SIZE, DIM, ROWS = 32, 16, 4
-# Four segments, one block wide up to 128 keys and two up to 256. The first request's rows lie on both sides of 128, where
-# a row has segments that another has not; the second's on both sides of a block's end; the third is a padding group.
+# Four segments, one block wide up to 128 keys and two up to 256. The first request's rows lie on both sides of 128,
+# where their segments differ; the second's on both sides of a block's end; the third is a padding group.
 FIRST, LIVE = np.array([126, 32, 0, 200, 1]), np.array([4, 2, 0, 1, 3])
 KEYS = FIRST + LIVE
 attend = jax.jit(
@@ -85,7 +85,7 @@ def test_each_row_sees_its_own_keys(dtype: str, implementation: Implementation) 
     [
         (8, 4, "bfloat16"),  # 16 queries of a KV head
         (12, 3, "bfloat16"),  # 18, padded to 32
-        (32, 5, "bfloat16"),  # 80: two rows a program, and one
+        (32, 4, "bfloat16"),  # 64: two programs of two rows
         (4, 2, "float32"),
     ],
 )
@@ -105,6 +105,8 @@ def test_no_bit_depends_on_other_rows_requests_or_the_page_table() -> None:
     for request in range(len(FIRST)):
         alone = np.where(np.arange(len(FIRST))[:, None] == request, length, 0)
         assert_same_bits(together(q, keys, values, table, alone)[request], all_rows[request], f"request {request}")
+    backwards = together(q[:, ::-1], keys, values, table, length[:, ::-1])
+    assert_same_bits(backwards[:, ::-1], all_rows, "in another order")
     one = lengths(np.minimum(LIVE, 1))
     assert_same_bits(together(q, keys, values, table, one)[:, 0], all_rows[:, 0], "first rows without the others")
 
@@ -114,6 +116,7 @@ def test_no_bit_depends_on_other_rows_requests_or_the_page_table() -> None:
     [
         ("0.8B", 4, "bfloat16", 3 * 2),  # requests x KV heads
         ("397B", 4, "bfloat16", 3 * 2 * 2),  # two rows a program, whose queries fill it
+        ("397B", 3, "bfloat16", 3 * 3 * 2),  # three rows are not cut into two programs as full
         ("0.8B", 4, "float32", 3 * 4 * 8),  # rows x query heads
     ],
 )
