@@ -79,7 +79,13 @@ class Launcher:
         self.pieces = min(PIECES, pool.requests.most)
         self.flights: list[AnyFlight] = []
         self._rows: dict[tuple[int, ...], jax.Array] = {}
-        self._logits: dict[int, jax.Array] = {}
+        # Of the last decode step of so many rows, whose memory the next one takes. All now: what an engine holds stays
+        # what it is, whatever comes.
+        self._logits = {rows: jnp.zeros((rows, config.vocab_size), jnp.float32) for rows in self._plain_rows()}
+
+    def _plain_rows(self) -> tuple[int, ...]:
+        """Rows of the decode steps that give each request one token."""
+        return self.row_buckets
 
     def take(self) -> list[AnyFlight]:
         """The flights, which are the caller's now."""
@@ -150,15 +156,9 @@ class Launcher:
 
     def _decode(self, state: State, request: jax.Array) -> tuple[jax.Array, State]:
         rows = request.shape[0]
-        logits, state = programs.run_decode(self.params, state, self._kept_logits(rows), self.slate.token, request)
+        logits, state = programs.run_decode(self.params, state, self._logits[rows], self.slate.token, request)
         self._logits[rows] = logits
         return logits, state
-
-    def _kept_logits(self, rows: int) -> jax.Array:
-        """Those of the last decode step of so many rows, whose memory the next one takes."""
-        if rows not in self._logits:
-            self._logits[rows] = jnp.zeros((rows, self.pool.config.vocab_size), jnp.float32)
-        return self._logits[rows]
 
     def _by_mode(
         self, requests: Sequence[int | None], handles: Mapping[int, Handle]
@@ -229,7 +229,7 @@ class Launcher:
         self._warm_draw(rows)
 
     def _warm_draw(self, rows: int) -> None:
-        nobody, logits = self._on_device([-1] * rows), self._kept_logits(rows)
+        nobody, logits = self._on_device([-1] * rows), jnp.zeros((rows, self.pool.config.vocab_size), jnp.float32)
         for mode in MODES:
             self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode)
 

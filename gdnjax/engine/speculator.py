@@ -46,6 +46,9 @@ class Speculator(Launcher):
         self._silent = {rows: speculation.new_verdict(rows, config.verify_rows) for rows in self.row_buckets}
         self._unsettled: tuple[Plan, Verdict, tuple[Handle, ...]] | None = None
 
+    def _plain_rows(self) -> tuple[int, ...]:
+        return ()
+
     def admit(self, handle: Handle) -> None:
         super().admit(handle)
         if self._source == "ngram":

@@ -35,7 +35,13 @@ def create_app(service: Service) -> Starlette:
                 given = request.headers.get("authorization", "").encode()
                 if not hmac.compare_digest(given, f"Bearer {settings.api_key}".encode()):
                     raise ApiError(401, "send the server's key as 'Authorization: Bearer KEY'", code="invalid_api_key")
-            return await endpoint(request)
+            try:
+                return await endpoint(request)
+            except (ApiError, HTTPException, ClientDisconnect):
+                raise
+            except Exception as error:
+                # Not left to the handler of Exception: behind that, the connection is closed under whoever else sends.
+                return await unexpected(request, error)
 
         return checked
 

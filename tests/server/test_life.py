@@ -236,3 +236,18 @@ def test_the_server_outlives_an_engine_that_fails(monkeypatch: pytest.MonkeyPatc
         answer = server.post(json=BODY)
         assert answer.json()["usage"]["completion_tokens"] == 8
         assert server.engine.pool.live == ()
+
+
+def test_a_fault_in_one_request_leaves_its_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would be in an `Exception` handler: that one answers, and raises again, so that the server hangs up."""
+    with running() as server, httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.service, "complete", lambda *_: 1 / 0)
+            answer = client.post("/v1/completions", json=BODY)
+            assert answer.status_code == 500
+            assert "see its log" in answer.json()["error"]["message"]
+            assert answer.headers.get("connection") != "close"
+        stream = answer.extensions["network_stream"]
+        after = client.post("/v1/completions", json=BODY, timeout=60)
+        assert after.status_code == 200
+        assert after.extensions["network_stream"].get_extra_info("client_addr") == stream.get_extra_info("client_addr")
