@@ -36,6 +36,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--drafts", choices=("mtp", "ngram"), help="of --speculate: the draft head's, or the text's own; default: mtp"
     )
+    parser.add_argument(
+        "--adaptive", action="store_true", help="of --speculate: fewer drafts a step where that gives more tokens/s"
+    )
     add_draft_head(parser)
     parser.add_argument("--timeout", metavar="S", type=_seconds, default=600.0, help="of a request (600)")
     parser.add_argument("--drain", metavar="S", type=_seconds, default=30.0, help="for requests to end at a stop (30)")
@@ -58,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if args.config is not None:
         raise UsageError(f"--config {args.config}: random weights have no tokenizer, and a server answers in text")
     check_drafts(args)
+    if args.adaptive and not args.speculate:
+        raise UsageError("--adaptive chooses how many drafts a step verifies; give most of them with --speculate K")
     # Before minutes of compiling.
     with bind(args.host, args.port) as sock:
         use_compilation_cache(args.compilation_cache)
@@ -72,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
             max_waiting=args.max_waiting,
             speculate=args.speculate,
             drafts=args.drafts,
+            adaptive=args.adaptive,
         )
         settings = Settings(
             model=args.name or pathlib.Path(args.model or DEFAULT_MODEL).resolve().name,

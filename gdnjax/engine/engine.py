@@ -26,10 +26,11 @@ from gdnjax.engine import scheduler
 from gdnjax.engine.door import Door
 from gdnjax.engine.handle import FinishReason, Handle, Piece
 from gdnjax.engine.launcher import AnyFlight, Launcher
+from gdnjax.engine.pace import Pace
 from gdnjax.engine.receiver import Receiver
 from gdnjax.engine.roster import Roster
 from gdnjax.engine.speculator import Speculator
-from gdnjax.engine.submission import make_handle, speculation_of
+from gdnjax.engine.submission import limit_of, make_handle, speculation_of
 from gdnjax.generation.drafting import Source
 from gdnjax.generation.generate import NonFiniteLogitsError
 from gdnjax.generation.sampling import SamplingParams
@@ -67,6 +68,8 @@ class Engine:
             those of plain decoding, in fewer steps.
         drafts: where they come from: `mtp`, the model's draft head, or `ngram`, what followed in the text so far. None
             is the head, if the model has one.
+        adaptive: let steps verify fewer, down to none, where fewer give more tokens a second. That is measured while
+            serving, and there are more shapes to compile.
         clock: seconds, for deadlines.
 
     Raises:
@@ -84,14 +87,17 @@ class Engine:
         overcommit: bool = False,
         speculate: int | None = None,
         drafts: Source | None = None,
+        adaptive: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.lm = lm
         own, source = speculation_of(lm.config, speculate, drafts)
         self._drafts: Source | None = source
-        self.config = config = derive_limits(
-            own, _limit(max_requests, own.max_requests), _limit(kv_tokens, own.kv_tokens)
-        )
+        if adaptive and source is None:
+            raise ValueError("adaptive = True with speculate = 0; give most drafts of a step, speculate = 1 to 7")
+        self._pace = Pace(own.speculate) if adaptive else None
+        requests, tokens = limit_of(max_requests, own.max_requests), limit_of(kv_tokens, own.kv_tokens)
+        self.config = config = derive_limits(own, requests, tokens)
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"chunk_tokens = {chunk_tokens}; it takes an integer >= 1, or None")
         self._make_pool()
@@ -342,8 +348,8 @@ class Engine:
 
     def _make_pool(self) -> None:
         self.pool = StatePool(self.config, BACKEND, params=self.lm.params)
-        params, pool = self.lm.params, self.pool
-        self._launcher = Launcher(params, pool) if self._drafts is None else Speculator(params, pool, self._drafts)
+        params, pool, drafts = self.lm.params, self.pool, self._drafts
+        self._launcher = Launcher(params, pool) if drafts is None else Speculator(params, pool, drafts, self._pace)
         self._lost = False
 
     def _receive(self, flights: Sequence[AnyFlight]) -> None:
@@ -386,10 +392,3 @@ class Engine:
             for task in tasks:
                 task()
             jax.block_until_ready((self.pool.state, self._launcher.slate))
-
-
-def _limit(given: int | Literal["auto"] | None, own: int | None) -> int | None:
-    """What `derive_limits` is asked for: None derives it."""
-    if given == "auto":
-        return None
-    return own if given is None else given

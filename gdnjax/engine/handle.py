@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
+from gdnjax.engine.pace import Fate
 from gdnjax.generation.collect import Collector
 from gdnjax.generation.sampling import SamplingParams
 
@@ -72,7 +73,8 @@ class Handle:
 
     # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, whether some of
     # that is left, and where prefixes of it are kept; tokens whose sampling was sent; whether what it reads is
-    # scored, and the token that follows the prompt, scored too; steps that failed under it, and tokens 0 at its end.
+    # scored, and the token that follows the prompt, scored too; steps that failed under it, and tokens 0 at its end;
+    # how its drafts have fared.
     request: int | None = None
     to_read: list[int] = dataclasses.field(default_factory=list)
     reading: bool = False
@@ -84,6 +86,7 @@ class Handle:
     preemptions: int = 0
     failures: int = 0
     zeros: int = 0
+    fate: Fate = dataclasses.field(default_factory=Fate)
 
     @property
     def done(self) -> bool:

@@ -2,7 +2,8 @@
 
 One step is three programs, without the host in between: drafts and the model over all candidate rows (`verify`), the
 sampler of each request over its rows (`judge`, one for each sampler in use, as in `gdnjax.engine.programs`), and what
-follows from what was accepted (`keep`). All rows run in one shape, whether a request has all its drafts, fewer or none.
+follows from what was accepted (`keep`). All requests run in one shape, whether each has all its drafts, fewer or none;
+how many rows that has a request, its *width* T, is known when it is compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gdnjax.generation.accept import NOTHING, accept
 from gdnjax.generation.drafting import Source
 from gdnjax.generation.lookup import continue_text
 from gdnjax.generation.sampling import logprob_of
-from gdnjax.model.draft import draft, draft_prefill, fill_accepted
+from gdnjax.model.draft import draft, draft_prefill, fill_accepted, fill_draft_kv
 from gdnjax.model.layers import head
 from gdnjax.model.step import prefill_hidden
 from gdnjax.model.verify import verify_step
@@ -109,7 +110,13 @@ def score_with_head(
 
 
 def verify(
-    params: Params, state: State, drafting: Drafting, token: jax.Array, request: jax.Array, count: jax.Array
+    params: Params,
+    state: State,
+    drafting: Drafting,
+    token: jax.Array,
+    request: jax.Array,
+    count: jax.Array,
+    width: int,
 ) -> tuple[tuple[Verification, Drafting], State]:
     """Drafts for every row's request and runs the candidate rows; the step is pending then.
 
@@ -120,12 +127,18 @@ def verify(
         token: `[requests]` int32, the token emitted last of each request: `Slate.token`.
         request: `[G]` int32; -1 is padding.
         count: `[G]` int32, most rows that each may run, 1 to T.
+        width: T, 1 to 1 + `speculate`; 1 is plain decoding.
     """
-    live, number, most = request >= 0, jnp.maximum(request, 0), state.config.speculate
+    live, number, most = request >= 0, jnp.maximum(request, 0), width - 1
     newest, position = token[number], state.position[number]
     if drafting.hidden is not None:
-        drafts, _, state = draft(params, state, Batch(newest, request), drafting.hidden[number], most)
-        available = jnp.full_like(number, most)
+        hidden, available = drafting.hidden[number], jnp.full_like(number, most)
+        if most:
+            drafts, _, state = draft(params, state, Batch(newest, request), hidden, most)
+        else:
+            # What the head reads of a prompt's last token, drafts write; without them nobody else does.
+            drafts = jnp.zeros((*number.shape, 0), jnp.int32)
+            state = fill_draft_kv(params, state, newest, hidden, request, position - 1)
     else:
         assert drafting.history is not None
         drafts, available, history = continue_text(drafting.history, request, position, newest, most)
@@ -200,6 +213,6 @@ def keep(
 run_admit_history = jax.jit(admit_history, donate_argnames="drafting")
 run_keep_hidden = jax.jit(keep_hidden, donate_argnames="drafting")
 run_score_with_head = jax.jit(score_with_head, donate_argnames="state")
-run_verify = jax.jit(verify, donate_argnames=("state", "drafting"), keep_unused=True)
+run_verify = jax.jit(verify, static_argnames="width", donate_argnames=("state", "drafting"), keep_unused=True)
 run_judge = jax.jit(judge, static_argnames="mode", donate_argnames="slate")
 run_keep = jax.jit(keep, donate_argnames=("state", "drafting"), keep_unused=True)

@@ -15,6 +15,7 @@ import numpy as np
 from gdnjax.engine import speculation
 from gdnjax.engine.handle import Handle
 from gdnjax.engine.launcher import Fetch, Launcher, VerifyFlight
+from gdnjax.engine.pace import Pace
 from gdnjax.engine.programs import MODES, Mode
 from gdnjax.engine.scheduler import row_buckets, smallest
 from gdnjax.engine.speculation import Verdict
@@ -34,17 +35,22 @@ class Speculator(Launcher):
     Args:
         params, pool: as `Launcher` takes them.
         source: where drafts come from; `mtp` takes a config with `draft_kv`.
+        pace: chooses how many drafts a step verifies; None verifies all that requests may take.
     """
 
-    def __init__(self, params: Params, pool: StatePool, source: Source):
+    def __init__(self, params: Params, pool: StatePool, source: Source, pace: Pace | None = None):
         super().__init__(params, pool)
         config = pool.config
         # A step holds all that decode: the pool has one step at a time that is not committed.
         self.row_buckets = row_buckets(pool.requests.most, pool.requests.most)
         self._source: Source = source
         self._drafting = speculation.new_drafting(config, source)
-        self._silent = {rows: speculation.new_verdict(rows, config.verify_rows) for rows in self.row_buckets}
-        self._unsettled: tuple[Plan, Verdict, tuple[Handle, ...]] | None = None
+        self._pace = pace
+        self._widths = [config.verify_rows] if pace is None else pace.widths
+        self._silent = {
+            (rows, width): speculation.new_verdict(rows, width) for rows in self.row_buckets for width in self._widths
+        }
+        self._unsettled: tuple[Plan, VerifyFlight] | None = None
 
     def _plain_rows(self) -> tuple[int, ...]:
         return ()
@@ -58,29 +64,39 @@ class Speculator(Launcher):
             self._drafting = speculation.run_admit_history(self._drafting, np.int32(handle.request), text)
 
     def plan(self, requests: Sequence[int], handles: Mapping[int, Handle]) -> list[Plan]:
-        """One step of all of them: the drafts that each may take, but none behind its last token."""
-        counts = {}
-        for request in requests:
-            handle = handles[request]
-            counts[request] = 1 + min(handle.speculate, handle.max_new_tokens - handle.sent - 1)
-        return [self.pool.plan_verify(counts)]
+        """One step of all of them: the drafts that each may take, but none behind its last token, and no more than are
+        worth their time."""
+        most = {r: min(h.speculate, h.max_new_tokens - h.sent - 1) for r in requests for h in [handles[r]]}
+        width = self._widths[-1]
+        if self._pace is not None:
+            rows = smallest(self.row_buckets, len(requests))
+            width = self._pace.choose(rows, [(drafts, handles[r].fate.rate) for r, drafts in most.items()])
+        return [self.pool.plan_verify({r: 1 + min(drafts, width - 1) for r, drafts in most.items()})]
+
+    def read(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
+        if self._pace is not None:
+            self._pace.disturb()
+        super().read(plan, handles)
 
     def settle(self, fetch: Fetch) -> None:
         """Waits for the last step, and notes how many tokens it gave to those who still run."""
         if self._unsettled is None:
             return
-        (plan, verdict, owners), self._unsettled = self._unsettled, None
-        (tokens,) = fetch(verdict.token)
+        (plan, flight), self._unsettled = self._unsettled, None
+        tokens, drafted = fetch(flight.verdict.token, flight.drafted)
+        if self._pace is not None:
+            self._pace.end()
         accepted = {}
-        for request, handle, row in zip(plan.requests, owners, tokens, strict=False):
+        for request, handle, row, drafts in zip(plan.requests, flight.handles, tokens, drafted, strict=False):
             if request in self.pool.pending:
                 accepted[request] = sum(token != NOTHING for token in row)
                 handle.sent += accepted[request]
+                handle.fate.note(drafts, max(0, accepted[request] - 1))
         self.pool.commit(accepted, on_device=True)
 
     def decode(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
         """Candidate rows of each of the plan's requests, of which the device takes what it accepts."""
-        rows = smallest(self.row_buckets, len(plan.requests))
+        rows, width = smallest(self.row_buckets, len(plan.requests)), smallest(self._widths, max(plan.counts))
         owners = tuple(handles[request] for request in plan.requests)
         numbers = [*plan.requests, *[-1] * (rows - len(owners))]
         counts = [*plan.counts, *[0] * (rows - len(owners))]
@@ -91,22 +107,30 @@ class Speculator(Launcher):
         }
 
         def step(state: State) -> tuple[tuple[Verdict, jax.Array], State]:
-            return self._step(state, numbers, counts, modes)
+            return self._step(state, numbers, counts, modes, width)
 
+        if self._pace is not None:
+            self._pace.begin(rows, width)
         verdict, drafted = self.pool.run(plan, step, commits="some")
         for array in (verdict.token, verdict.logprob, drafted):
             array.copy_to_host_async()
-        self.flights.append(VerifyFlight(verdict, drafted, owners))
-        self._unsettled = plan, verdict, owners
+        flight = VerifyFlight(verdict, drafted, owners)
+        self.flights.append(flight)
+        self._unsettled = plan, flight
 
     def _step(
-        self, state: State, numbers: Sequence[int], counts: Sequence[int], modes: Mapping[Mode, Sequence[int]]
+        self,
+        state: State,
+        numbers: Sequence[int],
+        counts: Sequence[int],
+        modes: Mapping[Mode, Sequence[int]],
+        width: int,
     ) -> tuple[tuple[Verdict, jax.Array], State]:
         request, count = self._on_device(numbers), self._on_device(counts)
         (found, self._drafting), state = speculation.run_verify(
-            self.params, state, self._drafting, self.slate.token, request, count
+            self.params, state, self._drafting, self.slate.token, request, count, width=width
         )
-        verdict = self._silent[len(numbers)]
+        verdict = self._silent[len(numbers), width]
         for mode, theirs in modes.items():
             self.slate, verdict = speculation.run_judge(self.slate, found, verdict, self._on_device(theirs), mode=mode)
         self._drafting, state = speculation.run_keep(self.params, state, self._drafting, found, verdict, request)
@@ -146,7 +170,8 @@ class Speculator(Launcher):
         yield from self._warm_reading()
         # The first token behind a prompt is drawn, and all others are judged.
         for rows in self.row_buckets:
-            yield lambda rows=rows: self._warm_decode(rows)
+            for width in self._widths:
+                yield lambda rows=rows, width=width: self._warm_verify(rows, width)
 
     def _warm_admission(self) -> None:
         super()._warm_admission()
@@ -154,6 +179,6 @@ class Speculator(Launcher):
             text = np.zeros(self.pool.config.max_length, np.int32)
             self._drafting = speculation.run_admit_history(self._drafting, np.int32(0), text)
 
-    def _warm_decode(self, rows: int) -> None:
+    def _warm_verify(self, rows: int, width: int) -> None:
         nobody = [-1] * rows
-        self.pool.run((), lambda state: self._step(state, nobody, [0] * rows, dict.fromkeys(MODES, nobody)))
+        self.pool.run((), lambda state: self._step(state, nobody, [0] * rows, dict.fromkeys(MODES, nobody), width))

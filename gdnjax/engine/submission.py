@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gdnjax.config import Config
 from gdnjax.engine.handle import Handle, Piece
@@ -45,6 +45,13 @@ def make_handle(
     handle = Handle(tuple(prompt), most, sampling, mode_of(sampling), collector, text=None if tokenizer is None else "")
     collector.listen(lambda _, tokens, text: _hear(handle, tokens, text))
     return handle
+
+
+def limit_of(given: int | Literal["auto"] | None, own: int | None) -> int | None:
+    """What `derive_limits` is asked for where a caller gives `given` and the config has `own`: None derives it."""
+    if given == "auto":
+        return None
+    return own if given is None else given
 
 
 def speculation_of(config: Config, speculate: int | None, drafts: Source | None) -> tuple[Config, Source | None]:

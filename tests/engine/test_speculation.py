@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pytest
 
 from gdnjax import LanguageModel, load
 from gdnjax.engine import Engine, Handle, speculation
+from gdnjax.engine.pace import ENOUGH, Pace
 from gdnjax.generation import SamplingParams
 from gdnjax.loading import random_model
 from gdnjax.state.device import snapshot_bytes
@@ -197,6 +199,71 @@ def test_a_request_with_logits_that_are_not_finite_ends_alone() -> None:
     assert e.pool.live == ()
 
 
+# Drafts as many as are worth their time
+
+
+class Scripted(Pace):
+    """Takes widths in turn, as far as anybody wants them."""
+
+    def choose(self, rows: int, wishes: Sequence[tuple[int, float]]) -> int:
+        widest = max(drafts for drafts, _ in wishes)
+        self.turn = getattr(self, "turn", -1) + 1
+        width = self.widths[self.turn % len(self.widths)]
+        return min(width, next(w for w in self.widths if w > widest))
+
+
+def scripted(e: Engine) -> Engine:
+    """The engine, whose steps are of every width in turn."""
+    e._pace = e._launcher._pace = Scripted(e.config.speculate)
+    return e
+
+
+@forms
+def test_steps_of_any_width_give_the_tokens_of_plain_decoding(form: str) -> None:
+    e = scripted(engine(model=small_model(**CONFIG, speculative_state=form), adaptive=True, pages=9, overcommit=True))
+    widths = collections.Counter[int]()
+    begin = e._pace.begin
+    e._pace.begin = lambda rows, width: (widths.update([width]), begin(rows, width))
+    handles = [
+        e.submit(ids, 8 + i, kind, stop_ids=(), speculate=(DRAFTS, 1, 0)[i % 3])
+        for i, (ids, kind) in enumerate(zip(PROMPTS * 3, KINDS * 3, strict=False))
+    ]
+    e.run()
+    for handle in handles:
+        assert_plain(handle)
+    assert_clean(e)
+    assert e.counters["preemptions"] > 0
+    assert set(widths) == {1, 2, 4} and min(widths.values()) > 5
+    assert 0 < e.counters["accepted_tokens"] < e.counters["drafted_tokens"]
+
+
+def test_an_adaptive_engine_drafts_where_it_pays() -> None:
+    e = engine(adaptive=True)
+    for width in (1, 2, 4):
+        for _ in range(ENOUGH):
+            e._pace.begin(4, width)
+            e._pace._running[0].seconds.append(1 + 0.3 * width)
+    e._pace.end = e._pace.disturb  # the clock stands still, and costs are those
+    eager = run_one(e, PROMPTS[1], TOKENS, EAGER, stop_ids=())
+    assert eager.fate.rate > 0.6
+    steps = e.counters["decode_steps"]
+    assert steps < TOKENS - 4
+    other = run_one(e, PROMPTS[0], TOKENS, SAMPLED, stop_ids=())
+    assert other.fate.rate < 0.5 and e.counters["decode_steps"] - steps > TOKENS - 6
+    for handle in (eager, other):
+        assert_plain(handle)
+
+
+def test_an_adaptive_engine_compiles_nothing_after_warming_up() -> None:
+    e = scripted(engine(adaptive=True))
+    e.warm_up()
+    sizes = {name: f._cache_size() for name, f in vars(speculation).items() if name.startswith("run_")}
+    handles = [e.submit(prompt(3 + 8 * i, i), 12, kind, stop_ids=()) for i, kind in enumerate(KINDS)]
+    e.run()
+    assert all(handle.finish_reason == "length" for handle in handles)
+    assert {name: f._cache_size() for name, f in vars(speculation).items() if name.startswith("run_")} == sizes
+
+
 # The draft head
 
 
@@ -237,6 +304,25 @@ def test_drafts_of_the_head(head: str) -> None:
         assert handle.finish_reason == "stop"
 
 
+def test_a_plain_step_leaves_the_head_what_drafts_would() -> None:
+    model = random_model(SMALL.replace(mtp_num_hidden_layers=1), seed=1)
+    ids, found = PROMPTS[0][:7], []
+    for width in (1, 3):
+        e = engine(model=model, speculate=2, adaptive=True)
+        e._launcher._pace.choose = lambda rows, wishes, width=width: width
+        handle = e.submit(ids, 8, stop_ids=())
+        while not handle.sent:
+            e.step()
+        e.step()
+        assert handle.request is not None
+        page, place = divmod(len(ids) - 1, e.config.page_size)
+        slot = int(e.pool.state.page_table[handle.request, page]) * e.config.page_size + place
+        found.append([np.asarray(kept[-1][slot]) for kept in (e.pool.state.keys, e.pool.state.values)])
+    for plain_step, drafted in zip(*found, strict=True):
+        assert np.any(drafted)
+        np.testing.assert_allclose(plain_step, drafted, rtol=1e-5, atol=1e-6)
+
+
 def test_the_head_over_scored_prompts() -> None:
     model = random_model(SMALL.replace(mtp_num_hidden_layers=1), seed=1)
     e = engine(model=model, speculate=2)
@@ -252,6 +338,7 @@ def test_the_head_over_scored_prompts() -> None:
         (dict(speculate=2, drafts="mtp"), "this model has no draft head"),
         (dict(speculate=2, drafts="guess"), "drafts = 'guess'; it takes mtp or ngram"),
         (dict(speculate=0, drafts="ngram"), "drafts = 'ngram' with speculate = 0"),
+        (dict(speculate=0, adaptive=True), "adaptive = True with speculate = 0; give most drafts"),
         (
             dict(speculate=0, model=FP8),
             "draft_head = 'fp8' with speculate = 0 and drafts = 'mtp': nobody drafts with it",
