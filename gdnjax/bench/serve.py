@@ -32,6 +32,8 @@ SPREAD = 0.25
 """Prompts are this share shorter or longer than asked for, at most."""
 PLAIN_IDS = 1000
 """Prompts are of ids under this: every vocabulary has them, and none of them controls anything."""
+ENGINE_KEYS = frozenset({"adaptive", "drafts"})
+"""Arguments of `Engine` that an arm may set, beside keys of the config."""
 BARE_STEPS = 32
 BARE_REPETITIONS = 5
 run_bare = jax.jit(decode_and_commit, donate_argnames="state", keep_unused=True)
@@ -125,10 +127,10 @@ def summarize(deliveries: Sequence[Delivery], seconds: float) -> dict[str, float
 
 
 def bare_step(lm: LanguageModel, config: Config, load: Load) -> float:
-    """Seconds of one decode step without the engine and without sampling, dispatched again and again, on requests
+    """Seconds of one decode step without the engine, sampling and drafts, dispatched again and again, on requests
     halfway through their answers."""
     rows = smallest(row_buckets(config.max_requests), min(load.clients, config.max_requests))
-    state = init_state(config)
+    state = init_state(config.replace(speculate=0))
     halfway = load.prompt_tokens + load.new_tokens // 2
     batch = Batch(jnp.zeros(rows, jnp.int32), jnp.arange(rows, dtype=jnp.int32))
     times = []
@@ -165,7 +167,8 @@ def bench_serve(
     Args:
         lm: the model.
         loads: what to serve.
-        arms: by name, serving keys of `Config` that the arm changes; None is one arm that changes none.
+        arms: by name, serving keys of `Config` that the arm changes, and `ENGINE_KEYS`; None is one arm that changes
+            none.
         rounds: at least 1. Figures are medians over them.
         say: is told what is going on.
 
@@ -174,12 +177,15 @@ def bench_serve(
         `bare_ms`, and `itl_over_bare`, the ratio of `itl_p50_ms` to it) the median and `spread`, half the range
         over the median.
     """
-    configs = {name: arm_config(lm.config, loads, keys) for name, keys in (arms or {"": {}}).items()}
+    configs, options = {}, {}
+    for name, keys in (arms or {"": {}}).items():
+        options[name] = {key: value for key, value in keys.items() if key in ENGINE_KEYS}
+        configs[name] = arm_config(lm.config, loads, {key: keys[key] for key in keys.keys() - ENGINE_KEYS})
     seen: dict[tuple[str, Load], list[dict[str, float]]] = {}
     for turn in range(rounds):
         for name, config in configs.items():
             say(f"round {turn + 1} of {rounds}{name and ': '}{name}")
-            served = _serve(lm, config, loads)
+            served = _serve(lm, config, loads, options[name])
             for load, figures in zip(loads, served, strict=True):
                 bare = 1e3 * bare_step(lm, config, load)
                 figures |= {"bare_ms": bare, "itl_over_bare": figures["itl_p50_ms"] / bare}
@@ -191,11 +197,12 @@ def bench_serve(
     }
 
 
-def _serve(lm: LanguageModel, config: Config, loads: Sequence[Load]) -> list[dict[str, float]]:
+def _serve(
+    lm: LanguageModel, config: Config, loads: Sequence[Load], options: Mapping[str, Any]
+) -> list[dict[str, float]]:
     # The engine ends with this function: its memory is free before anything else is made.
-    engine = Engine(
-        dataclasses.replace(lm, config=config), max_requests=config.max_requests, kv_tokens=config.kv_tokens
-    )
+    limits: dict[str, Any] = {"max_requests": config.max_requests, "kv_tokens": config.kv_tokens}
+    engine = Engine(dataclasses.replace(lm, config=config), **limits, **options)
     engine.warm_up()
     # What is only slow the first time (caches of the dispatch, pages of memory) is not measured either.
     run_engine(engine, dataclasses.replace(max(loads, key=lambda load: load.clients), new_tokens=2, turns=1))

@@ -39,7 +39,7 @@ def add_parser(what: Any) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE[,...]",
-        help="serving keys of the config; give it once for each arm",
+        help="serving keys of the config, adaptive, drafts; give it once for each arm",
     )
     parser.add_argument("--pack", action="store_true", help="pack the weights first, as gdnjax.pack does")
     parser.add_argument("--url", metavar="http://HOST:PORT", help="a server that runs, in place of an engine here")
@@ -76,15 +76,17 @@ def parse_arms(given: list[str]) -> dict[str, dict[str, Any]]:
     """`["state_layout=twin", ...]` -> by arm, the keys that it sets."""
     import yaml
 
+    from gdnjax.bench.serve import ENGINE_KEYS
     from gdnjax.config.schema import SERVING_KEYS
 
+    known = SERVING_KEYS | ENGINE_KEYS
     arms: dict[str, dict[str, Any]] = {}
     for text in given:
         arms[text] = {}
         for part in text.split(","):
             key, _, value = part.partition("=")
-            if key not in SERVING_KEYS:
-                raise UsageError(f"--arm {text}: key {key!r}; it takes {', '.join(sorted(SERVING_KEYS))}")
+            if key not in known:
+                raise UsageError(f"--arm {text}: key {key!r}; it takes {', '.join(sorted(known))}")
             arms[text][key] = yaml.safe_load(value)
     return arms
 

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from gdnjax.bench import client
+from gdnjax import LanguageModel
+from gdnjax.bench import client, serve
 from gdnjax.bench.serve import Delivery, Load, arm_config, medians, run_engine, summarize
 from gdnjax.cli import main
+from gdnjax.cli.bench_serve import parse_arms
 from gdnjax.engine import Engine, Handle
+from gdnjax.loading import random_model
 from tests.generation.small import SMALL, small_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -82,6 +85,27 @@ def test_an_arm_has_room_for_its_loads() -> None:
     assert arm_config(SMALL, loads, {"max_requests": 7}).max_requests == 7
 
 
+def test_an_arm_may_set_how_its_engine_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def engine(lm: Any, **arguments: Any) -> Any:
+        made.append(arguments | {"speculate": lm.config.speculate})
+        raise InterruptedError
+
+    monkeypatch.setattr(serve, "Engine", engine)
+    arms = parse_arms(["speculate=3,adaptive=true,drafts=ngram", "speculate=0"])
+    for arm in arms.values():
+        with pytest.raises(InterruptedError):
+            serve.bench_serve(LanguageModel(SMALL, {}), [LOAD], {"": arm})
+    limits = {"max_requests": 2, "kv_tokens": made[0]["kv_tokens"]}
+    assert made == [limits | {"speculate": 3, "adaptive": True, "drafts": "ngram"}, limits | {"speculate": 0}]
+
+
+def test_the_step_alone_takes_no_drafts() -> None:
+    model = random_model(SMALL, seed=0)
+    assert serve.bare_step(model, arm_config(SMALL, [LOAD], {"speculate": 2}), LOAD) > 0
+
+
 def test_arms_alternate_and_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL)}
     shape = {
@@ -113,7 +137,7 @@ def test_arms_alternate_and_are_compared(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arm", "dtype=bfloat16"], "key 'dtype'; it takes attention_pin,"),
+        (["--arm", "dtype=bfloat16"], "key 'dtype'; it takes adaptive, attention_pin,"),
         (["--clients", "0"], "--clients [0]; it takes integers >= 1"),
         (["--new-tokens", "1"], "no time between tokens"),
         (["--url", "http://localhost:1", "--arm", "page_size=8"], "has its own model and config; leave out --arm"),

@@ -30,7 +30,7 @@ def test_a_server_from_start_to_stop(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     def visit() -> None:
         out = ""
         try:
-            for _ in range(3000):
+            for _ in range(15000):  # a busy machine compiles slowly, and a kill before it listens ends the tests
                 out += capfd.readouterr().out
                 if found := re.fullmatch(LINE, out):
                     break
@@ -66,6 +66,10 @@ def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         assert arguments[0] in capsys.readouterr().err
     assert main(["serve", "--drafts", "ngram"]) == 2
     assert "--drafts ngram says where drafts come from; give their number with --speculate K" in capsys.readouterr().err
+    assert main(["serve", "--adaptive"]) == 2
+    assert (
+        "--adaptive chooses how many drafts a step verifies; give most of them with --spec" in capsys.readouterr().err
+    )
     assert main(["serve", "--draft-head", "fp8"]) == 2
     assert "--draft-head fp8 says what drafts of the draft head are chosen by" in capsys.readouterr().err
     with monkeypatch.context() as patched:
