@@ -83,7 +83,7 @@ class Launcher:
         # what it is, whatever comes.
         self._logits = {rows: jnp.zeros((rows, config.vocab_size), jnp.float32) for rows in self._plain_rows()}
 
-    def _plain_rows(self) -> tuple[int, ...]:
+    def _plain_rows(self) -> Sequence[int]:
         """Rows of the decode steps that give each request one token."""
         return self.row_buckets
 

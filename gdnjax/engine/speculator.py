@@ -52,7 +52,7 @@ class Speculator(Launcher):
         }
         self._unsettled: tuple[Plan, VerifyFlight] | None = None
 
-    def _plain_rows(self) -> tuple[int, ...]:
+    def _plain_rows(self) -> Sequence[int]:
         return ()
 
     def admit(self, handle: Handle) -> None:
