@@ -153,39 +153,55 @@ class SpeculatingMachine(RuleBasedStateMachine):
 
     # Steps
 
-    @precondition(lambda self: any(m.left for r, m in self.live.items() if r not in self.pending))
-    @rule(data=st.data(), windows=st.sampled_from([1, 4, 4]))
-    def walk(self, data: st.DataObject, windows: int) -> None:
-        waiting = [r for r, m in self.live.items() if m.left and r not in self.pending]
-        chosen = data.draw(st.lists(st.sampled_from(waiting), min_size=1, unique=True))
-        for _ in range(windows):
-            pieces = {r: tuple(self.live[r].left[:4]) for r in chosen if r in self.live and self.live[r].left}
-            logits = self.or_preempt(lambda pieces=pieces: self.d.walk(pieces)) if pieces else None
-            for r in pieces if logits else ():
-                model = self.live[r]
-                model.events.append((pieces[r], 0))
-                model.logits.append(logits[r])
-                del model.left[: len(pieces[r])]
-                # What a step has verified a lone request would read in windows, which gives other bits.
-                if len(model.read) % 4 == 0 and not any(accepted for _, accepted in model.events):
-                    self.d.pool.remember(r, model.read)
+    @precondition(lambda self: self.waiting())
+    @rule(seed=st.integers(0, 999))
+    def walk(self, seed: int) -> None:
+        self.one_walk(np.random.default_rng(seed))
 
-    @precondition(lambda self: not self.pending and self.ready())
-    @rule(data=st.data(), end=st.sampled_from(["commit", "commit", "pending", "device"]), steps=st.integers(1, 3))
-    def verify(self, data: st.DataObject, end: str, steps: int) -> None:
-        chosen = data.draw(st.permutations(self.ready()))[: data.draw(st.integers(1, 3))]
-        for number in range(1, steps + 1):
-            rows = {}
-            for r in chosen:
-                if r in self.ready():
-                    count = min(data.draw(st.integers(1, DRAFTS + 1)), self.live[r].room)
-                    rows[r] = tuple(data.draw(st.integers(0, 31)) for _ in range(count))
-            counted = {r: data.draw(st.integers(-1, DRAFTS + 3)) for r in rows}
-            if rows and not self.one_step(rows, counted, end if number == steps else "commit"):
-                return
+    def one_walk(self, rng: np.random.Generator) -> None:
+        chosen = rng.permutation(self.waiting())[: rng.integers(1, 4)]
+        pieces = {int(r): tuple(self.live[r].left[:4]) for r in chosen}
+        logits = self.or_preempt(lambda: self.d.walk(pieces))
+        for r in pieces if logits else ():
+            model = self.live[r]
+            model.events.append((pieces[r], 0))
+            model.logits.append(logits[r])
+            del model.left[: len(pieces[r])]
+            # What a step has verified a lone request would read in windows, which gives other bits.
+            if len(model.read) % 4 == 0 and not any(accepted for _, accepted in model.events):
+                self.d.pool.remember(r, model.read)
 
-    def one_step(self, rows: dict[int, tuple[int, ...]], counted: dict[int, int], end: str) -> bool:
+    @precondition(lambda self: not self.pending and any(m.left or m.room for m in self.live.values()))
+    @rule(seed=st.integers(0, 999), end=st.sampled_from(["pending", "device"]))
+    def verify(self, seed: int, end: str) -> None:
+        """A step that others may come in between of before it counts."""
+        rng = np.random.default_rng(seed)
+        for _ in range(6):
+            if self.waiting() and not self.ready():
+                self.one_walk(rng)
+        if self.ready():
+            self.one_step(rng, end)
+
+    @precondition(lambda self: self.live)
+    @rule(seed=st.integers(0, 999), turns=st.integers(2, 8))
+    def serve(self, seed: int, turns: int) -> None:
+        """As an engine goes on: steps of some, windows of some."""
+        rng = np.random.default_rng(seed)
+        if self.pending:
+            self.resolve(True)
+        for _ in range(turns):
+            if self.ready():
+                self.one_step(rng, "commit")
+            if self.waiting():
+                self.one_walk(rng)
+
+    def one_step(self, rng: np.random.Generator, end: str) -> None:
         pool, d = self.d.pool, self.d
+        chosen = [int(r) for r in rng.permutation(self.ready())[: rng.integers(1, 4)]]
+        most = {r: min(DRAFTS + 1, self.live[r].room) for r in chosen}
+        rows = {r: tuple(int(i) for i in rng.integers(0, 32, rng.integers(1, most[r] + 1))) for r in chosen}
+        # Out of range too: taken for the nearest that can be.
+        counted = {r: int(rng.integers(-1, DRAFTS + 4)) for r in chosen}
         if end == "device":
             vector = np.zeros(d.config.max_requests, np.int32)
             vector[list(counted)] = list(counted.values())
@@ -202,13 +218,12 @@ class SpeculatingMachine(RuleBasedStateMachine):
         else:
             logits = self.or_preempt(lambda: d.verify(rows, commit=False))
         if not logits:
-            return False
+            return
         taken = {r: max(1, min(counted[r], len(x))) for r, x in rows.items()}
         self.pending = {r: (x, taken[r], logits[r]) for r, x in rows.items()}
         self.moved, self.counted = end == "device", counted
         if end == "commit":
             self.resolve(True)
-        return True
 
     @precondition(lambda self: self.pending)
     @rule(commit=st.booleans())
@@ -225,6 +240,7 @@ class SpeculatingMachine(RuleBasedStateMachine):
             self.live[r].events.append((ids, accepted))
             self.live[r].logits.append(logits)
         self.pending = {}
+        self.d.pool.check(device=True)
 
     @precondition(lambda self: self.ready() and not self.pending)
     @rule(data=st.data(), count=st.integers(1, 6))
@@ -232,6 +248,9 @@ class SpeculatingMachine(RuleBasedStateMachine):
         """More of a prompt for a request that has verified rows: what another turn of a chat is."""
         model = self.live[data.draw(st.sampled_from(self.ready()))]
         model.left = tokens(min(count, model.room), count)
+
+    def waiting(self) -> list[int]:
+        return [r for r, m in self.live.items() if m.left and r not in self.pending]
 
     def ready(self) -> list[int]:
         return [r for r, m in self.live.items() if not m.left and m.room and m.events]
@@ -311,7 +330,7 @@ def case(machine: type[SpeculatingMachine], examples: int) -> Any:
     return found
 
 
-TestTwinRecord = case(SpeculatingMachine, 30)
-TestTwinSlots = case(TwinSlots, 8)
-TestInPlaceRecord = case(InPlaceRecord, 15)
-TestInPlaceSlots = case(InPlaceSlots, 5)
+TestTwinRecord = case(SpeculatingMachine, 40)
+TestTwinSlots = case(TwinSlots, 15)
+TestInPlaceRecord = case(InPlaceRecord, 20)
+TestInPlaceSlots = case(InPlaceSlots, 8)
