@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 from gdnjax.engine import Engine, Handle
+from gdnjax.generation.prompts import prefill_prompts
 from gdnjax.model.draft import mtp_logits
 from gdnjax.model.forward import forward_hidden
+from gdnjax.state import cached_kv, init_state
 from gdnjax.weights.declaration import Params
 from tests.engine.test_engine import PENALIZED, SAMPLED, WHOLE, assert_clean, prompt
 from tests.engine.test_speculation import CONFIG, DRAFTS, EAGER, engine, tiny
 from tests.generation.small import GREEDY, NEAR_TIE, PROMPTS, run, small_model
+from tests.helpers import KV, assert_close
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -84,6 +87,16 @@ def test_the_head_is_fed_what_it_is_fed_over_the_whole_text() -> None:
     prompts = [tokenizer.encode(text) for text in texts]
     assert max(map(len, prompts)) > 16  # it is cut into windows
     handles = [e.submit(p, 24, GREEDY, stop_ids=(), speculate=1) for p in prompts]
+    while not e._roster.running or any(handle.reading for handle in e._roster.running.values()):
+        e.step()
+    assert e.running == 3
+    read = prefill_prompts(tiny().params, init_state(e.config), prompts)[0]
+    for i, handle in enumerate(handles):
+        assert handle.request is not None
+        known = len(handle.prompt) - 1
+        found, wanted = cached_kv(e.pool.state, -1, handle.request), cached_kv(read, -1, i)
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one[:known], other[:known], KV, f"the head's cache of prompt {i}")
     e.run()
     drafted = accepted = 0
     for handle in handles:
