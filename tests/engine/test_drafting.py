@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gdnjax.engine import Engine, Handle
+from gdnjax.generation import SamplingParams
 from gdnjax.generation.prompts import prefill_prompts
 from gdnjax.model.draft import mtp_logits
 from gdnjax.model.forward import forward_hidden
@@ -59,6 +60,23 @@ def test_texts_are_looked_up_whole_behind_a_preemption() -> None:
             begun_again += len(handle.to_read) > len(handle.prompt)
     assert begun_again > 0 and all(handle.finish_reason == "length" for handle in handles)
     assert_clean(e)
+
+
+def test_draws_go_on_behind_accepted_drafts() -> None:
+    # Either of two tokens, among few that come again and again: some lookups are right, and every draw counts.
+    kinds = [
+        SamplingParams(temperature=3.0, top_k=2, repetition_penalty=0.4, presence_penalty=-2.0, seed=i)
+        for i in range(len(PROMPTS))
+    ]
+    limits, e = [40, 40, 24, 40], engine()
+    handles = [e.submit(p, n, kind, stop_ids=()) for p, n, kind in zip(PROMPTS, limits, kinds, strict=True)]
+    e.run()
+    plain = run(small_model(), PROMPTS, limits, kinds, loop="python")
+    assert [handle.tokens for handle in handles] == [result.tokens for result in plain]
+    # As many drafts as `generate` makes, whose steps are the same.
+    counted = run(small_model(speculate=DRAFTS), PROMPTS, limits, kinds, drafts="ngram", loop="python")
+    assert e.counters["accepted_tokens"] == sum(result.accepted for result in counted) > 10
+    assert e.counters["drafted_tokens"] == sum(result.drafted for result in counted)
 
 
 @pytest.mark.parametrize("speculate", [0, 1])
