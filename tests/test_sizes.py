@@ -117,6 +117,23 @@ def test_a_record_is_a_fraction_of_the_slots_that_it_replaces() -> None:
         assert record[layout] - plain[layout] - columns == 48 * 2 * 4 * (16 * 128 + 48 * 128 + 2 * 48) * 2
         assert slots[layout] - plain[layout] - columns == 3 * state
         assert 20 * (record[layout] - plain[layout]) <= slots[layout] - plain[layout]
+        # and of the three pages alone, without the ring's columns that both designs have
+        assert 20 * (record[layout] - plain[layout] - columns) <= 3 * 144 * MIB
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_record_frees_a_page_for_every_draft(layout: str, drafts: int) -> None:
+    """requests x layers x (k pages - record), of what is really allocated."""
+    config = SMALL.replace(num_hidden_layers=3, layer_types=("linear_attention", "full_attention", "linear_attention"))
+    config = config.replace(state_layout=layout, speculate=drafts, kv_tokens=128, max_requests=5)
+    slots, record = (allocated(config.replace(speculative_state=form)) for form in ("slots", "record"))
+    page = 4 * 16 * 16 * 4
+    # two halves of 1 + k rows: k of two heads, v, a and b of four, in the activations' dtype
+    record_bytes = 2 * (1 + drafts) * (2 * 16 + 4 * 16 + 2 * 4) * 4
+    pages = drafts * (2 if layout == "twin" else 1)
+    counts = 5 * 3 * 4  # live rows, half and accepted rows of each request
+    assert slots - record == 5 * 2 * (pages * page - record_bytes) - counts
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

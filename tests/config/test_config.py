@@ -313,6 +313,7 @@ REFUSED = [
     ({"hidden_act": "gelu"}, r"hidden_act = 'gelu'; it takes 'silu' or 'swish'"),
     ({"attention_bias": True}, r"attention_bias = True; it takes False"),
     ({"attn_output_gate": False}, r"attn_output_gate = False; it takes True"),
+    ({"output_gate_type": "sigmoid"}, r"output_gate_type = 'sigmoid'; it takes 'swish' or 'silu'"),
     ({"attention_dropout": 0.1}, r"attention_dropout = 0.1; it takes 0"),
     ({"mtp_use_dedicated_embeddings": True}, r"mtp_use_dedicated_embeddings = True; it takes False"),
     ({"mamba_ssm_dtype": "float16"}, r"mamba_ssm_dtype = 'float16'; it takes 'float32' or 'bfloat16'"),

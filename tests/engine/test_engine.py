@@ -20,7 +20,7 @@ import pytest
 from gdnjax.engine import Engine, Handle, QueueFull, programs
 from gdnjax.engine.launcher import Flight
 from gdnjax.engine.programs import pack
-from gdnjax.engine.receiver import FLOOD
+from gdnjax.engine.receiver import FLOOD, Receiver
 from gdnjax.generation import NonFiniteLogitsError, SamplingParams
 from gdnjax.generation.loop import Emission
 from gdnjax.sizes import MOST_REQUESTS, derive_limits
@@ -336,6 +336,27 @@ def test_prompts_and_continuations_are_scored() -> None:
     assert_clean(e)
 
 
+def test_a_prompt_that_is_preempted_is_scored_once() -> None:
+    e = engine(overcommit=True)
+    ids = prompt(50, 7)
+    wanted = e.submit(ids, 2, stop_ids=(), prompt_logprobs=True)
+    e.run()
+    other = e.submit(prompt(4, 1), 20, stop_ids=(), priority=1)
+    e.step()  # a window is shared with nobody, but it is short while somebody decodes
+    again = e.submit(ids, 2, stop_ids=(), prompt_logprobs=True)
+    for _ in range(2):
+        e.step()
+    with e._lock:
+        e._make_room([])
+    assert again.usage.preemptions == 1 and 0 < len(again.prompt_logprobs) < len(ids) - 1
+    e.run()
+    assert len(again.prompt_logprobs) == len(ids) - 1
+    np.testing.assert_allclose(again.prompt_logprobs, wanted.prompt_logprobs, atol=5e-4)
+    assert_alone(again)
+    assert_alone(other)
+    assert_clean(e)
+
+
 def test_clients_in_threads() -> None:
     e = engine(pages=8, overcommit=True, max_waiting=3)
     ended: list[Handle] = []
@@ -502,6 +523,17 @@ def test_a_flood_of_token_0_ends_a_request() -> None:
             e._launcher.flights[i] = Flight(pack(Emission(zeros, jnp.full(zeros.shape, -0.1))), flight.handles)
     assert (handle.finish_reason, handle.tokens) == ("length", [0] * 50)
     assert_clean(e)
+
+
+def test_tokens_0_that_do_not_follow_each_other_are_no_flood() -> None:
+    e, ended = engine(), []
+    handle = e.submit(PROMPTS[0], 50, stop_ids=())
+    receiver = Receiver(collections.Counter())
+    for number in range(49):
+        token = jnp.asarray([9 if number == FLOOD - 1 else 0], jnp.int32)
+        flight = Flight(pack(Emission(token, jnp.full(1, -3.0))), [handle])
+        receiver.receive([flight], lambda *end: ended.append(end))
+    assert ended == [] and len(handle.tokens) == 49 and handle.tokens.count(0) > FLOOD
 
 
 def test_limits_of_the_config_hold_unless_others_are_given() -> None:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gdnjax.generation import GenerationResult, NonFiniteLogitsError
+from gdnjax.generation import GenerationResult, NonFiniteLogitsError, Request, SamplingParams
 from gdnjax.generation.adapt import best_count, new_trials, observe
-from gdnjax.generation.drafting import PROPOSE, Propose, Speculation
+from gdnjax.generation.drafting import PROPOSE, Propose, Source, Speculation
+from gdnjax.generation.generate import generate
 from gdnjax.generation.lookup import look_up
 from gdnjax.lm import LanguageModel
 from gdnjax.weights.declaration import abstract_params
@@ -30,7 +31,7 @@ from tests.generation.small import (
     run,
     small_model,
 )
-from tests.helpers import LAYOUTS
+from tests.helpers import LAYOUTS, LOGITS, golden_arrays, load_golden
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -67,11 +68,11 @@ Drafting = Callable[..., list[GenerationResult]]
 def drafting(monkeypatch: pytest.MonkeyPatch) -> Drafting:
     """`run` of `PROMPTS` with drafts of the oracle in the place of those that are looked up."""
 
-    def generate(model: LanguageModel, kind: str, limits: Any = 12, **arguments: Any) -> list[GenerationResult]:
+    def drafted(model: LanguageModel, kind: str, limits: Any = 12, **arguments: Any) -> list[GenerationResult]:
         monkeypatch.setitem(PROPOSE, "ngram", oracle(kind))
         return run(model, PROMPTS, limits, SAMPLING[kind], drafts="ngram", **arguments)
 
-    return generate
+    return drafted
 
 
 def speculating(**changes: Any) -> LanguageModel:
@@ -137,6 +138,28 @@ def test_no_drafts_at_all_is_plain_decoding() -> None:
     assert_same(results, baseline("greedy"))
     assert counted(results) == [(11, 0, 0)] * 4
     assert results[0].tokens_per_step == 1
+
+
+@pytest.mark.parametrize(("name", "source"), [("dense_gva", "mtp"), ("dense_tied", "ngram")])
+def test_goldens(name: str, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's greedy tokens: with drafts of the head, and with those tokens themselves as drafts."""
+    config, params = load_golden(name)
+    golden = golden_arrays(name)
+    prompt, ids = golden["input_ids"][0].tolist(), golden["greedy_ids"][0].tolist()
+    assert golden["greedy_gap"].min() > LOGITS
+
+    def right(params: Any, s: Speculation, count: int) -> tuple[jax.Array, jax.Array, Speculation]:
+        place = jnp.minimum(s.emitted[:, None] + jnp.arange(count), len(ids) - 1)
+        return jnp.asarray(ids, jnp.int32)[place], jnp.full(s.emitted.shape, count), s
+
+    monkeypatch.setitem(PROPOSE, "ngram", right)
+    requests = [Request(prompt, len(ids), SamplingParams(), K)]
+    (result,) = generate(params, config, requests, drafts=source, logprobs=True, loop="python")
+    assert result.tokens == ids and result.drafted > 0
+    logprobs = np.asarray(jax.nn.log_softmax(golden["greedy_logits"][0], axis=-1))
+    np.testing.assert_allclose(result.logprobs, logprobs[np.arange(len(ids)), ids], rtol=0, atol=LOGITS)
+    if source == "ngram":
+        assert result.accepted == result.drafted and result.steps == -(-(len(ids) - 1) // (1 + K))
 
 
 # Ends

@@ -61,6 +61,26 @@ def test_nothing_is_left_of_clients_that_come_and_go(scripts: Any, engine: Engin
     json.dumps(report)
 
 
+def test_the_same_while_requests_speculate(scripts: Any) -> None:
+    lm = small_model(prefix_cache_bytes=4 * snapshot_bytes(SMALL), prefix_interval=16, prefill_tokens=16)
+    lm = dataclasses.replace(lm, config=lm.config.replace(state_layout="twin"))
+    engine = Engine(lm, max_requests=8, kv_tokens=12 * 16, max_waiting=16, overcommit=True, speculate=2, drafts="ngram")
+    # One shape: nothing compiles while clients wait.
+    engine._launcher.row_buckets, engine._launcher.token_buckets = [8], [16]
+    # Long answers repeat themselves, so that lookups are right.
+    target, asks = scripts.EngineTarget(engine), scripts.asks(8, 40, 20, seed=2)
+    asks = [*asks, *(scripts.Ask((token,), 60) for token in (1, 2, 17, 5))]
+    with target.running():
+        crowd = scripts.burst(target, asks, 200, NEAR_TIE)
+        report = scripts.soak(target, asks, 12, 2.0, NEAR_TIE)
+    assert crowd["failures"] == report["failures"] == []
+    assert crowd["complete"] + crowd["refused"] == 200 and crowd["complete"] >= 16 and crowd["refused"] > 0
+    assert min(report["complete"], report["left"]) > 0
+    counters = engine.counters
+    assert counters["preemptions"] > 0 and counters["finished_cancelled"] > 0 and counters["prefix_hits"] > 0
+    assert 0 < counters["accepted_tokens"] < counters["drafted_tokens"]
+
+
 def test_the_same_over_http(scripts: Any, engine: Engine) -> None:
     with running(engine, api_key=None) as server:
         target = scripts.ServerTarget(server.url, 60, os.getpid())

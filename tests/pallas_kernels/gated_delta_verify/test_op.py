@@ -29,6 +29,7 @@ from pallas_kernels.gated_delta_verify import (
     record_shapes,
     shapes,
 )
+from pallas_kernels.gated_delta_verify.record import MOST_ROWS
 from pallas_kernels.segments import Segments
 from tests.helpers import assert_same_bits
 from tests.pallas_kernels.gated_delta_verify.simulation import IMPLEMENTATIONS, KERNEL, ON_GPU
@@ -40,6 +41,7 @@ both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 verify = jax.jit(gated_delta_verify, static_argnames=("implementation", "tile"))
 replay = jax.jit(gated_delta_replay, static_argnames=("implementation", "tile"))
 decode = jax.jit(gated_delta_decode, static_argnames=("implementation", "tile"))
+pages = jax.jit(gated_delta_pages, static_argnames=("implementation", "tile"))
 
 
 def vector(*values: int) -> np.ndarray:
@@ -172,6 +174,38 @@ def test_a_step_with_no_drafts_replays(implementation: Implementation) -> None:
     state = replay(*weights(), state, record, recorded, vector(4), slot, slot, np.array([True]), implementation)
     assert_same_bits(state, tokens)
     assert recorded.live.tolist() == [0, 0, 0, 0, 3] and recorded.parity.tolist() == [0, 0, 0, 0, 1]
+
+
+@both
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_most_rows_and_as_many_to_replay(dtype: Any, implementation: Implementation) -> None:
+    # Two steps of eight rows, all of them accepted: as on a page for each row, and in float32 as token by token.
+    pool = np.full((2 + 2 * MOST_ROWS, 2, 16, 16), np.nan, dtype)
+    pool[0] = 0
+    declared = record_shapes(SHAPE.layout, 1, MOST_ROWS, jnp.bfloat16)
+    record = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), declared)
+    recorded = Recorded(vector(0), vector(0), vector(0))
+    state = paged = tokens = jnp.asarray(pool)
+    slot, rows, all_rows = vector(1), np.arange(MOST_ROWS, dtype=np.int32), vector(MOST_ROWS)
+    for step in range(2):
+        inputs, started = candidates(20 + step, MOST_ROWS), np.array([step > 0])
+        out, state, record = verify(
+            *(*inputs, *weights(), state, record, recorded, vector(0), slot, slot, np.array([False]), all_rows),
+            implementation=implementation,
+        )
+        source, targets = vector(1 + step * MOST_ROWS), 2 + step * MOST_ROWS + rows[None, :]
+        wanted, paged = pages(*inputs, *weights(), paged, source, targets, started, all_rows, implementation)
+        assert np.asarray(out, np.float32).any()
+        assert_same_bits(out, wanted, f"step {step}")
+        for t in range(MOST_ROWS if dtype == jnp.float32 else 0):
+            token = [x[t : t + 1] for x in inputs]
+            y, tokens = decode(*token, *weights(), tokens, slot, slot, started | (t > 0), implementation)
+            assert_same_bits(out[t : t + 1], y, f"row {t} of step {step}")
+        recorded = after_step(recorded, all_rows, all_rows)
+    state = replay(*weights(), state, record, recorded, vector(0), slot, slot, np.array([True]), implementation)
+    if dtype == jnp.float32:
+        assert_same_bits(state[1], tokens[1])
+    assert_same_bits(state[1], paged[1 + 2 * MOST_ROWS], "the checkpoint")
 
 
 @both
