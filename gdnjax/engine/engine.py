@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Literal
 import jax
 
 from gdnjax.engine import scheduler
+from gdnjax.engine.constraint import Constraint
 from gdnjax.engine.door import Door
 from gdnjax.engine.handle import FinishReason, Handle, Piece
 from gdnjax.engine.launcher import AnyFlight, Launcher
 from gdnjax.engine.receiver import Receiver
 from gdnjax.engine.roster import Roster
 from gdnjax.engine.speculator import Speculator
-from gdnjax.engine.submission import make_handle, speculation_of
+from gdnjax.engine.submission import drafts_of, limit_of, make_handle, speculation_of
 from gdnjax.generation.drafting import Source
 from gdnjax.generation.generate import NonFiniteLogitsError
 from gdnjax.generation.sampling import SamplingParams
@@ -90,7 +91,7 @@ class Engine:
         own, source = speculation_of(lm.config, speculate, drafts)
         self._drafts: Source | None = source
         self.config = config = derive_limits(
-            own, _limit(max_requests, own.max_requests), _limit(kv_tokens, own.kv_tokens)
+            own, limit_of(max_requests, own.max_requests), limit_of(kv_tokens, own.kv_tokens)
         )
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"chunk_tokens = {chunk_tokens}; it takes an integer >= 1, or None")
@@ -118,6 +119,7 @@ class Engine:
         timeout: float | None = None,
         prompt_logprobs: bool = False,
         speculate: int | None = None,
+        constraint: Constraint | None = None,
         on_piece: Callable[[Piece | None], None] | None = None,
     ) -> Handle:
         """Adds a request; it runs as `step` is called.
@@ -133,6 +135,7 @@ class Engine:
             prompt_logprobs: also score the prompt's tokens (`Handle.prompt_logprobs`). It is then read in short
                 windows, and resumes from no shared prefix.
             speculate: most drafts that a step of its verifies, 0 to the engine's `speculate`, which is what None takes.
+            constraint: what its text is held to (`gdnjax.engine.constraint`). It is then decoded without drafts.
             on_piece: called with every piece as it comes, by the thread that steps, and with None at the end.
 
         Raises:
@@ -141,11 +144,8 @@ class Engine:
         """
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout = {timeout!r}; it takes a number of seconds > 0, or None")
-        most = self.config.speculate
-        if speculate is not None and not 0 <= speculate <= most:
-            raise ValueError(f"speculate = {speculate}; this engine takes 0 (plain decoding) to {most}, its own")
-        handle = make_handle(self.lm, self.config, prompt, max_new_tokens, sampling, stop_ids, stop)
-        handle.speculate = most if speculate is None else speculate
+        handle = make_handle(self.lm, self.config, prompt, max_new_tokens, sampling, stop_ids, stop, constraint)
+        handle.speculate = drafts_of(self.config, speculate, constraint)
         handle.priority, handle.scoring, handle.on_piece = priority, prompt_logprobs, on_piece
         handle.deadline = None if timeout is None else self._clock() + timeout
         self._enter(handle)
@@ -291,6 +291,9 @@ class Engine:
     def _decode(self, behind: list[AnyFlight]) -> None:
         """One step of every request that has read its prompt and may have more."""
         self._launcher.settle(self._receiver.fetch)
+        if self._launcher.receives_first(self._roster.running.values()):
+            self._receive(behind)
+            behind.clear()
         while True:
             ready = [r for r, h in self._roster.running.items() if not h.reading and h.sent < h.max_new_tokens]
             if not ready:
@@ -348,6 +351,7 @@ class Engine:
 
     def _receive(self, flights: Sequence[AnyFlight]) -> None:
         broken = self._receiver.receive(flights, self._finish)
+        self._launcher.draw_held()
         if broken and self._debug:
             raise NonFiniteLogitsError(
                 f"requests {broken}: the logits are NaN or infinite; check the weights, or load them with "
@@ -386,10 +390,3 @@ class Engine:
             for task in tasks:
                 task()
             jax.block_until_ready((self.pool.state, self._launcher.slate))
-
-
-def _limit(given: int | Literal["auto"] | None, own: int | None) -> int | None:
-    """What `derive_limits` is asked for: None derives it."""
-    if given == "auto":
-        return None
-    return own if given is None else given

@@ -6,13 +6,13 @@ waits for the one before it. Prompts are read, and tokens handed out, while the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from gdnjax.engine import speculation
+from gdnjax.engine import constraint, speculation
 from gdnjax.engine.handle import Handle
 from gdnjax.engine.launcher import Fetch, Launcher, VerifyFlight
 from gdnjax.engine.programs import MODES, Mode
@@ -78,6 +78,10 @@ class Speculator(Launcher):
                 handle.sent += accepted[request]
         self.pool.commit(accepted, on_device=True)
 
+    def receives_first(self, handles: Iterable[Handle]) -> bool:
+        # A step is judged as it runs, so that nothing can be drawn behind it.
+        return any(handle.matcher is not None for handle in handles)
+
     def decode(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
         """Candidate rows of each of the plan's requests, of which the device takes what it accepts."""
         rows = smallest(self.row_buckets, len(plan.requests))
@@ -86,12 +90,14 @@ class Speculator(Launcher):
         counts = [*plan.counts, *[0] * (rows - len(owners))]
         modes: dict[Mode, list[int]] = {
             mode: [request if i < len(owners) and owners[i].mode == mode else -1 for i, request in enumerate(numbers)]
-            for mode in MODES
+            for mode in (*MODES, "constrained")
             if any(handle.mode == mode for handle in owners)
         }
 
+        allowed = self._allowed(owners, rows) if "constrained" in modes else None
+
         def step(state: State) -> tuple[tuple[Verdict, jax.Array], State]:
-            return self._step(state, numbers, counts, modes)
+            return self._step(state, numbers, counts, modes, allowed)
 
         verdict, drafted = self.pool.run(plan, step, commits="some")
         for array in (verdict.token, verdict.logprob, drafted):
@@ -100,7 +106,12 @@ class Speculator(Launcher):
         self._unsettled = plan, verdict, owners
 
     def _step(
-        self, state: State, numbers: Sequence[int], counts: Sequence[int], modes: Mapping[Mode, Sequence[int]]
+        self,
+        state: State,
+        numbers: Sequence[int],
+        counts: Sequence[int],
+        modes: Mapping[Mode, Sequence[int]],
+        allowed: np.ndarray | None = None,
     ) -> tuple[tuple[Verdict, jax.Array], State]:
         request, count = self._on_device(numbers), self._on_device(counts)
         (found, self._drafting), state = speculation.run_verify(
@@ -108,7 +119,10 @@ class Speculator(Launcher):
         )
         verdict = self._silent[len(numbers)]
         for mode, theirs in modes.items():
-            self.slate, verdict = speculation.run_judge(self.slate, found, verdict, self._on_device(theirs), mode=mode)
+            bits = allowed if mode == "constrained" else None
+            self.slate, verdict = speculation.run_judge(
+                self.slate, found, verdict, self._on_device(theirs), mode=mode, allowed=bits
+            )
         self._drafting, state = speculation.run_keep(self.params, state, self._drafting, found, verdict, request)
         return (verdict, found.drafted), state
 
@@ -156,4 +170,6 @@ class Speculator(Launcher):
 
     def _warm_decode(self, rows: int) -> None:
         nobody = [-1] * rows
-        self.pool.run((), lambda state: self._step(state, nobody, [0] * rows, dict.fromkeys(MODES, nobody)))
+        modes: tuple[Mode, ...] = (*MODES, "constrained") if constraint.available() else MODES
+        allowed = self._allowed((), rows)
+        self.pool.run((), lambda state: self._step(state, nobody, [0] * rows, dict.fromkeys(modes, nobody), allowed))
