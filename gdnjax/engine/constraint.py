@@ -163,8 +163,12 @@ def _compile(tokenizer: Tokenizer, schema: str, thinking: bool) -> Any:
     return state
 
 
+def prepare(tokenizer: Tokenizer) -> None:
+    """Makes what all schemas for a tokenizer need, so that the first of them does not: seconds for a large one."""
+    _vocabulary(tokenizer)
+
+
 def _vocabulary(tokenizer: Tokenizer) -> Any:
-    """The library's view of a tokenizer. Made once: a large vocabulary takes seconds."""
     import llguidance
 
     with _compiling:
