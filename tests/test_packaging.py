@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Each is optional, or takes long to import; `import gdnjax` needs none of them.
-HEAVY = ("torch", "starlette", "uvicorn", "prometheus_client", "matplotlib", "optax", "jupytext", "orbax")
+HEAVY = ("torch", "starlette", "uvicorn", "prometheus_client", "matplotlib", "optax", "jupytext", "orbax", "llguidance")
 
 
 def run_python(*args: str, cwd: Path, **env: str) -> str:

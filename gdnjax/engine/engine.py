@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 import jax
 
 from gdnjax.engine import scheduler
+from gdnjax.engine.constraint import Constraint
 from gdnjax.engine.door import Door
 from gdnjax.engine.handle import FinishReason, Handle, Piece
 from gdnjax.engine.launcher import AnyFlight, Launcher
@@ -30,7 +31,7 @@ from gdnjax.engine.pace import Pace
 from gdnjax.engine.receiver import Receiver
 from gdnjax.engine.roster import Roster
 from gdnjax.engine.speculator import Speculator
-from gdnjax.engine.submission import limit_of, make_handle, speculation_of
+from gdnjax.engine.submission import drafts_of, limit_of, make_handle, speculation_of
 from gdnjax.generation.drafting import Source
 from gdnjax.generation.generate import NonFiniteLogitsError
 from gdnjax.generation.sampling import SamplingParams
@@ -124,6 +125,7 @@ class Engine:
         timeout: float | None = None,
         prompt_logprobs: bool = False,
         speculate: int | None = None,
+        constraint: Constraint | None = None,
         on_piece: Callable[[Piece | None], None] | None = None,
     ) -> Handle:
         """Adds a request; it runs as `step` is called.
@@ -139,6 +141,7 @@ class Engine:
             prompt_logprobs: also score the prompt's tokens (`Handle.prompt_logprobs`). It is then read in short
                 windows, and resumes from no shared prefix.
             speculate: most drafts that a step of its verifies, 0 to the engine's `speculate`, which is what None takes.
+            constraint: what its text is held to (`gdnjax.engine.constraint`). It is then decoded without drafts.
             on_piece: called with every piece as it comes, by the thread that steps, and with None at the end.
 
         Raises:
@@ -147,11 +150,8 @@ class Engine:
         """
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout = {timeout!r}; it takes a number of seconds > 0, or None")
-        most = self.config.speculate
-        if speculate is not None and not 0 <= speculate <= most:
-            raise ValueError(f"speculate = {speculate}; this engine takes 0 (plain decoding) to {most}, its own")
-        handle = make_handle(self.lm, self.config, prompt, max_new_tokens, sampling, stop_ids, stop)
-        handle.speculate = most if speculate is None else speculate
+        handle = make_handle(self.lm, self.config, prompt, max_new_tokens, sampling, stop_ids, stop, constraint)
+        handle.speculate = drafts_of(self.config, speculate, constraint)
         handle.priority, handle.scoring, handle.on_piece = priority, prompt_logprobs, on_piece
         handle.deadline = None if timeout is None else self._clock() + timeout
         self._enter(handle)
@@ -297,6 +297,9 @@ class Engine:
     def _decode(self, behind: list[AnyFlight]) -> None:
         """One step of every request that has read its prompt and may have more."""
         self._launcher.settle(self._receiver.fetch)
+        if self._launcher.receives_first(self._roster.running.values()):
+            self._receive(behind)
+            behind.clear()
         while True:
             ready = [r for r, h in self._roster.running.items() if not h.reading and h.sent < h.max_new_tokens]
             if not ready:
@@ -354,6 +357,7 @@ class Engine:
 
     def _receive(self, flights: Sequence[AnyFlight]) -> None:
         broken = self._receiver.receive(flights, self._finish)
+        self._launcher.draw_held()
         if broken and self._debug:
             raise NonFiniteLogitsError(
                 f"requests {broken}: the logits are NaN or infinite; check the weights, or load them with "

@@ -12,11 +12,12 @@ from gdnjax.generation.collect import Collector
 from gdnjax.generation.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from gdnjax.engine.constraint import Matcher
     from gdnjax.engine.programs import Mode
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 """`stop`: a stop id or string. `length`: `max_new_tokens`, or `max_length`. `error`: NaN in the logits, a flood of
-token 0, or a device that failed again and again."""
+token 0, a grammar that became too complex, or a device that failed again and again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Handle:
     * `finish_reason`: None while it runs.
     * `pieces`: what has come and `Engine.stream` has not yet handed out.
     * `speculate`: most drafts that a step of its verifies, where the engine speculates.
+    * `matcher`: what its tokens are held to; it has taken in `tokens`.
     * `on_piece`: called with every piece by the thread that steps, and with None at the end.
     """
 
@@ -70,6 +72,7 @@ class Handle:
     pieces: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
     on_piece: Callable[[Piece | None], None] | None = None
     speculate: int = 0
+    matcher: Matcher | None = None
 
     # The engine's notes: number in the pool (None: waiting); what it must read before it decodes, whether some of
     # that is left, and where prefixes of it are kept; tokens whose sampling was sent; whether what it reads is

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdnjax.engine import programs
+from gdnjax.engine import constraint, programs
 from gdnjax.engine.handle import Handle
 from gdnjax.engine.programs import MODES, Mode, new_slate, settings
 from gdnjax.engine.scheduler import row_buckets, smallest, token_buckets
@@ -82,6 +82,8 @@ class Launcher:
         # Of the last decode step of so many rows, whose memory the next one takes. All now: what an engine holds stays
         # what it is, whatever comes.
         self._logits = {rows: jnp.zeros((rows, config.vocab_size), jnp.float32) for rows in self._plain_rows()}
+        # Logits and owners of constrained rows, whose draw waits for the tokens before.
+        self._held: list[tuple[jax.Array, Sequence[Handle | None]]] = []
 
     def _plain_rows(self) -> Sequence[int]:
         """Rows of the decode steps that give each request one token."""
@@ -97,7 +99,7 @@ class Launcher:
         assert handle.request is not None
         number, vocab = np.int32(handle.request), self.pool.config.vocab_size
         self.slate = programs.run_admit(self.slate, number, np.int32(handle.sent), *settings(handle.sampling))
-        if handle.mode == "penalized":
+        if handle.sampling.penalized:
             in_prompt = np.zeros(vocab, np.bool_)
             in_prompt[list(handle.prompt)] = True
             in_output = np.bincount(handle.tokens, minlength=vocab).astype(np.int32)
@@ -152,11 +154,30 @@ class Launcher:
         rows = smallest(self.row_buckets, len(plan.requests))
         request = self._on_device([*plan.requests, *[-1] * (rows - len(plan.requests))])
         logits = self.pool.run(plan, lambda state: self._decode(state, request), commits=True)
-        self._draw(logits, self._by_mode(plan.requests, handles))
+        owners = self._by_mode(plan.requests, handles)
+        if (constrained := owners.pop("constrained", None)) is not None:
+            self._held.append((logits, constrained))
+            del self._logits[rows]  # not to be taken by a second plan of this step
+        self._draw(logits, owners)
+
+    def draw_held(self) -> None:
+        """Samples for constrained requests of the last decode step, after the tokens before have been taken in: what a
+        request may take depends on them. The device is running that step meanwhile."""
+        held, self._held = self._held, []
+        for logits, owners in held:
+            self._draw(logits, {"constrained": owners})
+            self._logits[logits.shape[0]] = logits
+
+    def receives_first(self, handles: Iterable[Handle]) -> bool:
+        """Whether tokens must be taken in before a decode step is planned."""
+        return False
 
     def _decode(self, state: State, request: jax.Array) -> tuple[jax.Array, State]:
         rows = request.shape[0]
-        logits, state = programs.run_decode(self.params, state, self._logits[rows], self.slate.token, request)
+        spent = self._logits.get(rows)
+        if spent is None:  # held
+            spent = jnp.zeros((rows, self.pool.config.vocab_size), jnp.float32)
+        logits, state = programs.run_decode(self.params, state, spent, self.slate.token, request)
         self._logits[rows] = logits
         return logits, state
 
@@ -178,9 +199,18 @@ class Launcher:
         """Samples for rows that have an owner, each by its own sampler."""
         for mode, theirs in owners.items():
             numbers = [-1 if handle is None or handle.request is None else handle.request for handle in theirs]
-            padding = [-1] * (logits.shape[0] - len(numbers))
-            self.slate, emission = programs.run_draw(self.slate, logits, self._on_device(numbers + padding), mode=mode)
+            request = self._on_device(numbers + [-1] * (logits.shape[0] - len(numbers)))
+            allowed = self._allowed(theirs, logits.shape[0]) if mode == "constrained" else None
+            self.slate, emission = programs.run_draw(self.slate, logits, request, mode=mode, allowed=allowed)
             self.flights.append(Flight(emission, theirs))
+
+    def _allowed(self, owners: Sequence[Handle | None], rows: int) -> np.ndarray:
+        """The tokens that constrained requests may take now, a row each."""
+        allowed = np.zeros((rows, -(-self.pool.config.vocab_size // 32)), np.uint32)
+        for row, handle in enumerate(owners):
+            if handle is not None and handle.matcher is not None:
+                allowed[row] = handle.matcher.mask
+        return allowed
 
     def _on_device(self, rows: Sequence[int]) -> jax.Array:
         """Request numbers as an array on the device. Kept, for from step to step they rarely change, and a transfer
@@ -231,7 +261,10 @@ class Launcher:
     def _warm_draw(self, rows: int) -> None:
         nobody, logits = self._on_device([-1] * rows), jnp.zeros((rows, self.pool.config.vocab_size), jnp.float32)
         for mode in MODES:
-            self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode)
+            self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode, allowed=None)
+        if constraint.available():
+            allowed = self._allowed((), rows)
+            self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode="constrained", allowed=allowed)
 
 
 def _batch(tokens: np.ndarray, request: np.ndarray, logits_rows: np.ndarray) -> Batch:

@@ -23,8 +23,10 @@ from gdnjax.state.batch import Batch
 from gdnjax.state.pytree import State
 from gdnjax.weights.declaration import Params
 
-Mode = Literal["greedy", "top", "full", "penalized"]
+Mode = Literal["greedy", "top", "full", "penalized", "constrained"]
 MODES: tuple[Mode, ...] = ("greedy", "top", "full", "penalized")
+"""Of requests whose tokens nothing constrains. `constrained` does all that a request may ask for, among the tokens that
+it may take; it is compiled where there can be such requests."""
 TOP = 128
 """`top` samples among so many best tokens: what a request with 1 <= top_k <= TOP needs."""
 
@@ -153,12 +155,20 @@ def sampler_of(slate: Slate, number: jax.Array, mode: Mode) -> Sampler:
         top_k=counts[:, 0].astype(jnp.int32),
         seed=counts[:, 1],
         greedy=mode == "greedy",
-        penalized=mode == "penalized",
+        penalized=mode in ("penalized", "constrained"),
         candidates=TOP if mode == "top" else 0,
     )
 
 
-def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tuple[Slate, jax.Array]:
+def unmask(allowed: jax.Array, vocab: int) -> jax.Array:
+    """Bits as booleans: `[R, ceil(V / 32)]` uint32, of which bit i % 32 of word i // 32 is token i's -> `[R, V]`."""
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(allowed.shape[0], -1)[:, :vocab] > 0
+
+
+def draw(
+    slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode, allowed: jax.Array | None = None
+) -> tuple[Slate, jax.Array]:
     """Samples the next token of each row's request, and notes it in the slate.
 
     Args:
@@ -166,6 +176,7 @@ def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tup
         logits: `[R, V]` float32.
         request: `[R]` int32; rows with -1 emit `NOTHING`.
         mode: `mode_of` the rows' requests.
+        allowed: for `constrained`, the tokens that each may take, see `unmask`. Log-probabilities stay the model's own.
 
     Returns:
         The slate, and what the rows emit, see `pack`.
@@ -174,6 +185,8 @@ def draw(slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode) -> tup
     sampler, raw = sampler_of(slate, number, mode), logits
     if sampler.penalized:
         logits = penalize(logits, sampler, slate.in_prompt[number], slate.in_output[number])
+    if allowed is not None:
+        logits = jnp.where(unmask(allowed, logits.shape[-1]), logits, -jnp.inf)
     token = sample(logits, sampler, slate.drawn[number])
     logprob = logprob_of(raw, token)
     target = jnp.where(live, request, slate.token.shape[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -11,11 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from gdnjax.engine.constraint import ConstraintError
 from gdnjax.engine.handle import FinishReason, Handle
 from gdnjax.engine.launcher import AnyFlight, Flight, ScoreFlight, VerifyFlight
 from gdnjax.engine.programs import unpack
 from gdnjax.generation.accept import NOT_FINITE, NOTHING
 
+log = logging.getLogger("gdnjax.engine")
 Finish = Callable[[Handle, FinishReason], None]
 FLOOD, FLOOD_LOGPROB = 32, math.log(0.5)
 """So many tokens 0 on end, each less probable than this, are what broken kernels leave: logits that are flat, or that
@@ -106,6 +109,12 @@ class Receiver:
             finish(handle, "error")
         elif not more or len(handle.tokens) == handle.max_new_tokens:
             finish(handle, "length" if more else "stop")
+        elif handle.matcher is not None:
+            try:
+                handle.matcher.advance(token)
+            except ConstraintError as error:
+                log.warning("request %d ends: %s", handle.number, error)
+                finish(handle, "error")
 
     def fetch(self, *arrays: jax.Array) -> list[list[Any]]:
         """Arrays as lists, once the device has them."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gdnjax.config import Config
-from gdnjax.engine.programs import Mode, Slate, sampler_of
+from gdnjax.engine.programs import Mode, Slate, sampler_of, unmask
 from gdnjax.generation.accept import NOTHING, accept
 from gdnjax.generation.drafting import Source
 from gdnjax.generation.lookup import continue_text
@@ -151,7 +151,12 @@ def verify(
 
 
 def judge(
-    slate: Slate, verification: Verification, verdict: Verdict, request: jax.Array, mode: Mode
+    slate: Slate,
+    verification: Verification,
+    verdict: Verdict,
+    request: jax.Array,
+    mode: Mode,
+    allowed: jax.Array | None = None,
 ) -> tuple[Slate, Verdict]:
     """Samples behind every row and accepts drafts, for the rows of one sampler; see `gdnjax.generation.accept`.
 
@@ -161,6 +166,7 @@ def judge(
         verdict: what the other samplers' rows emit.
         request: `[G]` int32, -1 where a row has another sampler.
         mode: `mode_of` the rows' requests.
+        allowed: for `constrained`, as in `gdnjax.engine.programs.draw`; these requests have no drafts.
 
     Returns:
         The slate, and the verdict with these rows.
@@ -169,9 +175,10 @@ def judge(
     groups, drawn = request.shape[0], slate.drawn[number]
     sampler = sampler_of(slate, number, mode)
     seen = (slate.in_prompt[number], slate.in_output[number]) if sampler.penalized else (None, None)
+    free = None if allowed is None else unmask(allowed, verification.logits.shape[-1])
     a = accept(
         verification.logits, verification.drafts, 1 + verification.drafted, sampler, live, drawn,
-        jnp.full(groups, NO_LIMIT, jnp.int32), jnp.zeros((groups, NO_STOPS), jnp.int32), *seen,
+        jnp.full(groups, NO_LIMIT, jnp.int32), jnp.zeros((groups, NO_STOPS), jnp.int32), *seen, free,
     )  # fmt: skip
     target = jnp.where(live, request, slate.token.shape[0])
     in_output = slate.in_output

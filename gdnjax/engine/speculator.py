@@ -6,13 +6,13 @@ waits for the one before it. Prompts are read, and tokens handed out, while the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from gdnjax.engine import speculation
+from gdnjax.engine import constraint, speculation
 from gdnjax.engine.handle import Handle
 from gdnjax.engine.launcher import Fetch, Launcher, VerifyFlight
 from gdnjax.engine.pace import Pace
@@ -94,6 +94,10 @@ class Speculator(Launcher):
                 handle.fate.note(drafts, max(0, accepted[request] - 1))
         self.pool.commit(accepted, on_device=True)
 
+    def receives_first(self, handles: Iterable[Handle]) -> bool:
+        # A step is judged as it runs, so that nothing can be drawn behind it.
+        return any(handle.matcher is not None for handle in handles)
+
     def decode(self, plan: Plan, handles: Mapping[int, Handle]) -> None:
         """Candidate rows of each of the plan's requests, of which the device takes what it accepts."""
         rows, width = smallest(self.row_buckets, len(plan.requests)), smallest(self._widths, max(plan.counts))
@@ -102,12 +106,14 @@ class Speculator(Launcher):
         counts = [*plan.counts, *[0] * (rows - len(owners))]
         modes: dict[Mode, list[int]] = {
             mode: [request if i < len(owners) and owners[i].mode == mode else -1 for i, request in enumerate(numbers)]
-            for mode in MODES
+            for mode in (*MODES, "constrained")
             if any(handle.mode == mode for handle in owners)
         }
 
+        allowed = self._allowed(owners, rows) if "constrained" in modes else None
+
         def step(state: State) -> tuple[tuple[Verdict, jax.Array], State]:
-            return self._step(state, numbers, counts, modes, width)
+            return self._step(state, numbers, counts, modes, width, allowed)
 
         if self._pace is not None:
             self._pace.begin(rows, width)
@@ -125,6 +131,7 @@ class Speculator(Launcher):
         counts: Sequence[int],
         modes: Mapping[Mode, Sequence[int]],
         width: int,
+        allowed: np.ndarray | None = None,
     ) -> tuple[tuple[Verdict, jax.Array], State]:
         request, count = self._on_device(numbers), self._on_device(counts)
         (found, self._drafting), state = speculation.run_verify(
@@ -132,7 +139,10 @@ class Speculator(Launcher):
         )
         verdict = self._silent[len(numbers), width]
         for mode, theirs in modes.items():
-            self.slate, verdict = speculation.run_judge(self.slate, found, verdict, self._on_device(theirs), mode=mode)
+            bits = allowed if mode == "constrained" else None
+            self.slate, verdict = speculation.run_judge(
+                self.slate, found, verdict, self._on_device(theirs), mode=mode, allowed=bits
+            )
         self._drafting, state = speculation.run_keep(self.params, state, self._drafting, found, verdict, request)
         return (verdict, found.drafted), state
 
@@ -181,4 +191,6 @@ class Speculator(Launcher):
 
     def _warm_verify(self, rows: int, width: int) -> None:
         nobody = [-1] * rows
-        self.pool.run((), lambda state: self._step(state, nobody, [0] * rows, dict.fromkeys(MODES, nobody), width))
+        modes: tuple[Mode, ...] = (*MODES, "constrained") if constraint.available() else MODES
+        theirs, allowed = dict.fromkeys(modes, nobody), self._allowed((), rows)
+        self.pool.run((), lambda state: self._step(state, nobody, [0] * rows, theirs, width, allowed))

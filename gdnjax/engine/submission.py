@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from gdnjax.config import Config
+from gdnjax.engine.constraint import Constraint
 from gdnjax.engine.handle import Handle, Piece
 from gdnjax.engine.programs import mode_of
 from gdnjax.generation.collect import Collector
@@ -25,6 +26,7 @@ def make_handle(
     sampling: SamplingParams | None = None,
     stop_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (),
+    constraint: Constraint | None = None,
 ) -> Handle:
     """The handle of a request that nobody runs yet. Arguments and errors as in `Engine.submit`."""
     tokenizer = lm.tokenizer
@@ -43,6 +45,13 @@ def make_handle(
     (most,) = check_requests(config, [Request(prompt, max_new_tokens, sampling)], ids)
     collector = Collector(0, len(prompt), tokenizer, ids, stop, None)
     handle = Handle(tuple(prompt), most, sampling, mode_of(sampling), collector, text=None if tokenizer is None else "")
+    if constraint is not None:
+        if constraint.vocab_size != config.vocab_size:
+            raise ValueError(
+                f"the constraint is for vocab_size = {constraint.vocab_size}, and this model has {config.vocab_size}; "
+                "compile it with this model"
+            )
+        handle.mode, handle.matcher = "constrained", constraint.start(ids)
     collector.listen(lambda _, tokens, text: _hear(handle, tokens, text))
     return handle
 
@@ -71,6 +80,26 @@ def speculation_of(config: Config, speculate: int | None, drafts: Source | None)
     if drafts is not None:
         raise ValueError(f"drafts = {drafts!r} with speculate = 0; give their number, speculate = 1 to 7")
     return speculating_config(config, 0, source) if config.speculate else config, None
+
+
+def limit_of(given: int | Literal["auto"] | None, own: int | None) -> int | None:
+    """What `derive_limits` is asked for: None derives it."""
+    if given == "auto":
+        return None
+    return own if given is None else given
+
+
+def drafts_of(config: Config, speculate: int | None, constraint: Constraint | None) -> int:
+    """Most drafts that a step of a request verifies. Of a constrained one none: no more is known than what may follow
+    its last token.
+
+    Raises:
+        ValueError: more than the engine's own.
+    """
+    most = config.speculate
+    if speculate is not None and not 0 <= speculate <= most:
+        raise ValueError(f"speculate = {speculate}; this engine takes 0 (plain decoding) to {most}, its own")
+    return 0 if constraint is not None else most if speculate is None else speculate
 
 
 def _hear(handle: Handle, tokens: list[int], text: str) -> None:

@@ -55,6 +55,7 @@ def accept(
     stop_ids: jax.Array,
     in_prompt: jax.Array | None = None,
     counts: jax.Array | None = None,
+    allowed: jax.Array | None = None,
 ) -> Acceptance:
     """Accepts each request's longest run of drafts that are what the target samples, and emits one token more.
 
@@ -70,6 +71,7 @@ def accept(
         emitted: `[G]` int32, tokens emitted so far. limit: `[G]` int32, most tokens to emit.
         stop_ids: `[G, S]` int32, padded with -1.
         in_prompt, counts: `[G, V]` for the penalties, see `penalize`. A row's penalties count the drafts before it.
+        allowed: `[G, V]` bool, the tokens that each may emit, for requests without drafts; None is all.
     """
     groups, rows, vocab = logits.shape
     row = jnp.arange(rows, dtype=jnp.int32)
@@ -80,6 +82,8 @@ def accept(
         fed = jax.nn.one_hot(drafts, vocab, dtype=jnp.int32)
         before = counts[:, None] + jnp.pad(jnp.cumsum(fed, axis=1), ((0, 0), (1, 0), (0, 0)))
         flat = penalize(flat, samplers, _each(in_prompt, rows), before.reshape(flat.shape))
+    if allowed is not None:
+        flat = jnp.where(_each(allowed, rows), flat, -jnp.inf)
     sampled = sample(flat, samplers, (emitted[:, None] + row).reshape(-1)).reshape(groups, rows)
     logprob = logprob_of(logits, sampled)
     finite = jnp.isfinite(logprob)

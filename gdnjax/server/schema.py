@@ -20,7 +20,6 @@ _IGNORED = frozenset(
 # What would change the answer, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "functions": ([],),
@@ -38,7 +37,7 @@ class Wanted:
     """What both kinds of requests ask for.
 
     `sampling` has the seed of the first choice; choice i takes that plus i. `max_tokens` is None where the request
-    does not say.
+    does not say. `json_schema` is what answers are held to, None where they are free.
     """
 
     sampling: SamplingParams
@@ -49,6 +48,7 @@ class Wanted:
     stream: bool
     include_usage: bool
     logprobs: bool
+    json_schema: dict[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +126,13 @@ def chat_request(body: Mapping[str, Any], defaults: GenerationDefaults, settings
     choice = fields.take("tool_choice")
     if choice not in (None, "auto", "none"):
         raise _bad("tool_choice", choice, "auto or none: what the model writes is not constrained")
+    if tools and choice != "none" and wanted.json_schema is not None:
+        raise ApiError(
+            400,
+            "response_format and tools: an answer held to a schema cannot call a function; leave one of them out, or "
+            'send tool_choice = "none"',
+            param="response_format",
+        )
     extra = fields.take("chat_template_kwargs") or {}
     if not isinstance(extra, dict) or extra.keys() - {"enable_thinking"}:
         raise _bad("chat_template_kwargs", extra, '{"enable_thinking": true or false}')
@@ -206,6 +213,10 @@ def _wanted(
     if not isinstance(more_ids, list) or not all(map(_is_id, more_ids)):
         raise _bad("stop_token_ids", more_ids, "a list of token ids")
     stop_ids: tuple[int, ...] = () if fields.boolean("ignore_eos") else defaults.stop_ids
+    json_schema = _json_schema(fields.take("response_format"))
+    if json_schema is not None and not (stop_ids or more_ids):
+        message = "response_format: JSON ends with a stop token; leave out ignore_eos, or give stop_token_ids"
+        raise ApiError(400, message, param="response_format")
     try:
         sampling = SamplingParams(
             temperature=fields.number("temperature", defaults.temperature if defaults.do_sample else 0.0),
@@ -228,7 +239,22 @@ def _wanted(
         stream=fields.boolean("stream"),
         include_usage=bool(options.get("include_usage")),
         logprobs=logprobs,
+        json_schema=json_schema,
     )
+
+
+def _json_schema(given: Any) -> dict[str, Any] | None:
+    """The schema that a `response_format` asks for."""
+    described = given.get("json_schema") if isinstance(given, dict) else None
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema"} if isinstance(described, dict) and isinstance(described.get("schema"), dict):
+            return described["schema"]
+    takes = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise _bad("response_format", given, takes)
 
 
 def _check_choices(prompts: int, n: int, settings: Settings) -> None:

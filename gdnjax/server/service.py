@@ -16,7 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gdnjax.chat import encode_chat
-from gdnjax.engine import Engine, QueueFull
+from gdnjax.engine import Engine, QueueFull, constraint
+from gdnjax.engine.constraint import Constraint
 from gdnjax.lm import LanguageModel
 from gdnjax.server.errors import ApiError
 from gdnjax.server.metrics import Metrics
@@ -65,7 +66,10 @@ class Service:
         prompts = [prompt for prompt in asked.prompts for _ in range(n)]
         choices = [TextChoice(i, self.tokenizer, wanted.logprobs) for i in range(len(prompts))]
         most = wanted.max_tokens or min(COMPLETION_TOKENS, self._most_tokens)
-        return await self._answer(request, wanted, "cmpl", choices, lambda: self._choices(prompts, wanted, most))
+        held_to = await self._constraint(wanted, thinking=False)
+        return await self._answer(
+            request, wanted, "cmpl", choices, lambda: self._choices(prompts, wanted, most, held_to)
+        )
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
         """The answer of `/v1/chat/completions`."""
@@ -81,7 +85,19 @@ class Service:
         choices = [ChatChoice(i, self.tokenizer, wanted.logprobs, opened, asked.tools) for i in range(wanted.n)]
         most = wanted.max_tokens or self._most_tokens
         prompts = [prompt] * wanted.n
-        return await self._answer(request, wanted, "chatcmpl", choices, lambda: self._choices(prompts, wanted, most))
+        held_to = await self._constraint(wanted, thinking=opened)
+        return await self._answer(
+            request, wanted, "chatcmpl", choices, lambda: self._choices(prompts, wanted, most, held_to)
+        )
+
+    async def _constraint(self, wanted: Wanted, thinking: bool) -> Constraint | None:
+        """What the answers are held to, behind a think block where the prompt has opened one."""
+        if wanted.json_schema is None:
+            return None
+        try:
+            return await asyncio.to_thread(constraint.json_schema, self.lm, wanted.json_schema, thinking=thinking)
+        except ValueError as error:
+            raise ApiError(400, f"response_format: {error}", param="response_format") from None
 
     def _check_room(self) -> None:
         # Before a prompt is encoded for nothing: a burst must cost little where it is refused.
@@ -92,7 +108,9 @@ class Service:
         message = f"{self.engine.waiting} requests wait, too many for another; try again later"
         return ApiError(429, message, code="queue_full", retry_after=self.settings.retry_after)
 
-    def _choices(self, prompts: Sequence[str | Sequence[int]], wanted: Wanted, most: int) -> list[Choice]:
+    def _choices(
+        self, prompts: Sequence[str | Sequence[int]], wanted: Wanted, most: int, held_to: Constraint | None
+    ) -> list[Choice]:
         # A text is encoded once, not n times.
         encoded = {p: self.tokenizer.encode(p) for p in prompts if isinstance(p, str)}
         return [
@@ -102,6 +120,7 @@ class Service:
                 dataclasses.replace(wanted.sampling, seed=(wanted.sampling.seed + i % wanted.n) % 2**32),
                 wanted.stop_ids,
                 wanted.stop,
+                held_to,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -220,5 +239,7 @@ def make_service(lm: LanguageModel, engine: Engine, settings: Settings) -> Servi
     """
     if lm.tokenizer is None:
         raise ValueError("this model has no tokenizer, and a server answers in text; add tokenizer.json to the model")
+    if constraint.available():
+        constraint.prepare(lm.tokenizer)
     metrics = Metrics(engine)
     return Service(lm, engine, settings, metrics, Worker(engine, metrics))

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from gdnjax.engine import Engine, Handle, Piece
+from gdnjax.engine.constraint import Constraint
 from gdnjax.generation import NonFiniteLogitsError, SamplingParams
 from gdnjax.server.metrics import Metrics
 
@@ -36,6 +37,7 @@ class Choice:
     sampling: SamplingParams
     stop_ids: Sequence[int]
     stop: Sequence[str]
+    constraint: Constraint | None = None
 
 
 class Ticket:
@@ -150,6 +152,7 @@ class Worker:
             stop_ids=choice.stop_ids,
             stop=choice.stop,
             timeout=timeout,
+            constraint=choice.constraint,
             on_piece=hear,
         )
         ticket.handles.append(handle)

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.generation.small import STOP_ID
 from tests.server.serving import Running, running
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -64,6 +65,11 @@ def test_completions(server: Running, change: dict[str, Any], message: str) -> N
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "f"}}
+JSON = {"response_format": {"type": "json_object"}, "stop_token_ids": [STOP_ID]}
+
+
+def schema(given: Any) -> dict[str, Any]:
+    return JSON | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": given}}}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,13 @@ TOOL = {"type": "function", "function": {"name": "f"}}
             'messages[0] has a part of type "image_url"; it takes text parts',
         ),
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs = 2; it takes null or 0"),
-        ({"response_format": {"type": "json_object"}}, 'it takes null or {"type": "text"}'),
+        ({"response_format": {"type": "yaml"}}, 'it takes {"type": "text"}, {"type": "json_object"} or'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "it takes"),
+        ({"response_format": {"type": "json_object"}}, "response_format: JSON ends with a stop token"),
+        (JSON | {"tools": [TOOL]}, "an answer held to a schema cannot call a function"),
+        (JSON | {"stop_token_ids": [5]}, "stop_ids = [5]: a constrained request ends with a control token"),
+        (schema({"type": "strin"}), "response_format: the schema is refused: Invalid type: strin"),
+        (schema({"not": {"type": "string"}}), 'the schema is refused: Unimplemented keys: ["not"]'),
         ({"tools": [{"name": "f"}]}, 'tools = [{"name": "f"}]; it takes a list of {"type": "function"'),
         ({"tools": [TOOL], "tool_choice": "required"}, 'tool_choice = "required"; it takes auto or none'),
         ({"chat_template_kwargs": {"x": 1}}, 'chat_template_kwargs = {"x": 1}; it takes {"enable_thinking"'),
