@@ -82,13 +82,6 @@ def speculation_of(config: Config, speculate: int | None, drafts: Source | None)
     return speculating_config(config, 0, source) if config.speculate else config, None
 
 
-def limit_of(given: int | Literal["auto"] | None, own: int | None) -> int | None:
-    """What `derive_limits` is asked for: None derives it."""
-    if given == "auto":
-        return None
-    return own if given is None else given
-
-
 def drafts_of(config: Config, speculate: int | None, constraint: Constraint | None) -> int:
     """Most drafts that a step of a request verifies. Of a constrained one none: no more is known than what may follow
     its last token.
