@@ -142,6 +142,22 @@ def test_a_step_that_is_not_committed(speculative: str) -> None:
     d.pool.check(device=True)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_step_that_is_pending_while_rows_are_replayed_keeps_its_own(steps: int) -> None:
+    # Either half of the record in turn holds the rows of the pending step.
+    d, plain = Verifier(speculating(("twin", "record"))), Driver(micro())
+    r, s = d.start(tokens(6)), plain.start(tokens(6))
+    for _ in range(steps):
+        d.verify({r: [1, 2, 3]}, {r: 2})
+        plain.feed(s, [1, 2])
+    d.verify({r: [4, 5, 6]}, commit=False)
+    d.pool.release(d.pool.fork(r))
+    d.pool.commit({r: 3})
+    d.pool.check(device=True)
+    plain.feed(s, [4, 5, 6])
+    assert_close(d.verify({r: [7, 1]})[r], plain.feed(s, [7, 1]), LOGITS)
+
+
 @pytest.mark.parametrize("speculative", ["record", "slots"])
 def test_in_place_a_step_cannot_be_dropped(speculative: str) -> None:
     d = Verifier(speculating(("in_place", speculative)))

@@ -262,6 +262,27 @@ def test_all_paths_share_one_update_and_one_tile(monkeypatch: pytest.MonkeyPatch
         assert inspect.signature(op).parameters["tile"].default is DEFAULT_TILE
 
 
+@pytest.mark.skipif(ON_GPU, reason="a GPU calls nobody back")
+def test_rows_that_are_asked_for_ahead_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The last request has all rows of its second half to replay: behind them the record ends.
+    seen: list[tuple[int, int]] = []
+    values = kernel.Place.values
+
+    def spy(self: Any, rows: Any, row: jax.Array, first: jax.Array) -> Any:
+        jax.debug.callback(lambda at, most=rows.shape[0]: seen.append((int(at), most)), row)
+        return values(self, rows, row, first)
+
+    monkeypatch.setattr(kernel.Place, "values", spy)
+    pool, record, _ = world()
+    every = np.full(REQUESTS, ROWS, np.int32)
+    recorded = Recorded(every, np.ones(REQUESTS, np.int32), every)
+    groups = (vector(REQUESTS - 1), vector(4), vector(4), np.array([True]), vector(ROWS))
+    gated_delta_verify(*candidates(5, ROWS), *weights(), pool, record, recorded, *groups, "interpret")
+    jax.effects_barrier()
+    assert {most for _, most in seen} == {2 * ROWS * REQUESTS, ROWS}
+    assert all(0 <= at < most for at, most in seen)
+
+
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs programs in an order of its own")
 def test_order_of_programs_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, record, recorded = world()
