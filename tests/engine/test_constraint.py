@@ -7,11 +7,10 @@ import json
 import random
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-from gdnjax.engine import Engine, Handle, constraint, programs, speculation
+from gdnjax.engine import Engine, Handle, constraint, programs
 from gdnjax.engine.constraint import json_schema
 from gdnjax.engine.schema_limits import MOST_BYTES, check
 from gdnjax.generation import SamplingParams
@@ -71,29 +70,6 @@ def both(speculate: int | None) -> dict[str, Any]:
 
 
 speculating = pytest.mark.parametrize("speculate", [None, 2])
-
-
-@speculating
-def test_nothing_compiles_after_warming_up(speculate: int | None) -> None:
-    for module in (programs, speculation):
-        for name in vars(module):
-            if name.startswith("run_"):
-                getattr(module, name).clear_cache()
-    e = engine(**both(speculate))
-    e.warm_up()
-    compiled: list[str] = []
-    watching = [True]
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: compiled.append(name) if watching and "backend_compile" in name else None
-    )
-    handles = [submit(e, seed, sampling=kind) for seed, kind in enumerate(KINDS)]
-    free = e.submit(prompt(20, 9), 20, HOT, stop_ids=())
-    e.run()
-    watching.clear()
-    assert compiled == []
-    assert free.finish_reason == "length"
-    for handle in handles:
-        assert_fits(handle)
 
 
 @speculating
