@@ -105,6 +105,18 @@ def test_a_request_beside_others_advances_every_step_and_its_scores_are_the_mode
     np.testing.assert_allclose(handle.logprobs, scores, rtol=0, atol=1e-3)
 
 
+def test_a_step_in_two_parts() -> None:
+    # As with more than 64 requests: the second part takes no memory that the first still samples from.
+    whole, parts = engine(), engine()
+    parts._launcher.row_buckets = [1, 2]
+    each = [(submit(whole, i), submit(parts, i)) for i in range(4)]
+    whole.run()
+    parts.run()
+    for a, b in each:
+        assert a.tokens == b.tokens
+        assert_fits(b)
+
+
 def test_speculation_changes_nothing() -> None:
     plain, speculating = engine(), engine(**both(2))
     each = [(submit(plain, i, sampling=kind), submit(speculating, i, sampling=kind)) for i, kind in enumerate(KINDS)]
