@@ -30,9 +30,10 @@ MOST_LEXER_STATES = 20_000
 WHITESPACE = r"[ \n\t]{1,40}"
 """Between two parts of a JSON text. A model that may write blanks for ever at times does. A schema may name another
 pattern, by the library's `"x-guidance": {"whitespace_pattern": ...}`."""
-STACK_BYTES = 64 * 2**20
-"""Of the thread that compiles. The library goes down a schema's references by recursion, some 10 KB each: with the
-usual 8 MB, a chain of a thousand ends the process. Only what is used takes memory."""
+STACK_BYTES = 128 * 2**20
+"""Of the thread that compiles. The library goes down a schema's references by recursion: of the schemas that are taken
+the worst known needs between 16 and 32 MB, and with the usual 8 MB it ends the process. Only what is used takes memory.
+"""
 _BEHIND_THOUGHTS = r"""start: thoughts space answer
 thoughts[lazy]: /(?s:.*)<\/think>/
 space: /[ \n]{0,64}/

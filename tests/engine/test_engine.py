@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from gdnjax.engine import Engine, Handle, QueueFull, programs
+from gdnjax.engine.constraint import json_schema
 from gdnjax.engine.launcher import Flight
 from gdnjax.engine.programs import pack
 from gdnjax.engine.receiver import FLOOD, Receiver
@@ -104,6 +105,7 @@ def test_nothing_compiles_after_warming_up_and_memory_is_flat() -> None:
         for name in vars(module):
             if name.startswith("run_"):
                 getattr(module, name).clear_cache()
+    held_to = json_schema(small_model(), {"type": "string"})
     e = engine(pages=6, overcommit=True)
     e.warm_up()
     compiled: list[str] = []
@@ -116,6 +118,7 @@ def test_nothing_compiles_after_warming_up_and_memory_is_flat() -> None:
         kinds = (GREEDY, SAMPLED, PENALIZED, WHOLE, GREEDY)
         handles = [e.submit(prompt(3 + 8 * i, seed + i), 24, kind, stop_ids=[STOP_ID]) for i, kind in enumerate(kinds)]
         handles.append(e.submit(prompt(9, seed), 2, prompt_logprobs=True))
+        handles += [e.submit(prompt(5, seed), 20, WHOLE, stop_ids=[STOP_ID], constraint=held_to) for _ in range(2)]
         for _ in range(4):
             e.step()
         e.cancel(handles[1])

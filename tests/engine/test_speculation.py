@@ -15,6 +15,7 @@ import pytest
 
 from gdnjax import LanguageModel, load
 from gdnjax.engine import Engine, Handle, speculation
+from gdnjax.engine.constraint import json_schema
 from gdnjax.engine.pace import ENOUGH, Pace
 from gdnjax.generation import SamplingParams
 from gdnjax.loading import random_model
@@ -87,6 +88,7 @@ def test_nothing_compiles_after_warming_up_and_memory_is_flat() -> None:
     for name in vars(speculation):
         if name.startswith("run_"):
             getattr(speculation, name).clear_cache()
+    held_to = json_schema(small_model(), {"type": "string"})
     e = engine(pages=7, overcommit=True)
     e.warm_up()
     compiled: list[str] = []
@@ -98,6 +100,7 @@ def test_nothing_compiles_after_warming_up_and_memory_is_flat() -> None:
     for seed in range(4):
         handles = [e.submit(prompt(3 + 8 * i, seed + i), 24, kind, stop_ids=[STOP_ID]) for i, kind in enumerate(KINDS)]
         handles.append(e.submit(prompt(9, seed), 2, prompt_logprobs=True, speculate=1))
+        handles.append(e.submit(prompt(5, seed), 20, SAMPLED, stop_ids=[STOP_ID], constraint=held_to))
         for _ in range(4):
             e.step()
         e.cancel(handles[1])
