@@ -88,6 +88,8 @@ def parse_arms(given: list[str]) -> dict[str, dict[str, Any]]:
             if key not in known:
                 raise UsageError(f"--arm {text}: key {key!r}; it takes {', '.join(sorted(known))}")
             arms[text][key] = yaml.safe_load(value)
+            if key == "adaptive" and not isinstance(arms[text][key], bool):
+                raise UsageError(f"--arm {text}: adaptive = {value!r}; it takes true or false")
     return arms
 
 

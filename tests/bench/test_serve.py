@@ -138,6 +138,7 @@ def test_arms_alternate_and_are_compared(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "message"),
     [
         (["--arm", "dtype=bfloat16"], "key 'dtype'; it takes adaptive, attention_pin,"),
+        (["--arm", "speculate=2,adaptive=often"], "adaptive = 'often'; it takes true or false"),
         (["--clients", "0"], "--clients [0]; it takes integers >= 1"),
         (["--new-tokens", "1"], "no time between tokens"),
         (["--url", "http://localhost:1", "--arm", "page_size=8"], "has its own model and config; leave out --arm"),
