@@ -24,21 +24,11 @@ def check(schema: Any) -> str:
     """
     if not isinstance(schema, Mapping):
         raise ValueError(f"the schema is a {type(schema).__name__}; it takes a JSON object")
-    multiples: list[Fraction] = []
+    parts = []
     for depth, key, value in _walk(schema):
         if depth > MOST_DEPTH:
             raise ValueError(f"the schema has more than {MOST_DEPTH} levels; make it flatter, or use $defs")
-        if key == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"the schema has multipleOf = {value}; it takes a number > 0")
-            multiples.append(Fraction(str(value)))
-    if multiples:
-        whole = math.lcm(*(m.denominator for m in multiples))
-        if math.lcm(*(int(m * whole) for m in multiples)) > MOST_REMAINDERS:
-            raise ValueError(
-                f"the schema's values of multipleOf have more than {MOST_REMAINDERS} remainders together (their least "
-                "common multiple, counted in their last decimal); use smaller or rounder ones"
-            )
+        parts.append((key, value))
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         size = len(text.encode())
@@ -46,7 +36,22 @@ def check(schema: Any) -> str:
         raise ValueError(f"the schema is not JSON: {error}") from None
     if size > MOST_BYTES:
         raise ValueError(f"the schema has {size} bytes; at most {MOST_BYTES} are taken")
+    # Last: of a schema without a limit, the least common multiple alone would take hours.
+    _check_multiples([value for key, value in parts if key == "multipleOf" and type(value) in (int, float)])
     return text
+
+
+def _check_multiples(values: list[int | float]) -> None:
+    for value in values:
+        if value <= 0:
+            raise ValueError(f"the schema has multipleOf = {value}; it takes a number > 0")
+    multiples = [Fraction(str(value)) for value in values]
+    whole = math.lcm(*(m.denominator for m in multiples))
+    if math.lcm(*(int(m * whole) for m in multiples)) > MOST_REMAINDERS:
+        raise ValueError(
+            f"the schema's values of multipleOf have more than {MOST_REMAINDERS} remainders together (their least "
+            "common multiple, counted in their last decimal); use smaller or rounder ones"
+        )
 
 
 def _walk(schema: Any) -> Iterator[tuple[int, Any, Any]]:
