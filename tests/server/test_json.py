@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -26,18 +25,6 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema"
 # The small model's checkpoint names no stop ids.
 MORE = {"stop_token_ids": [STOP_ID]}
 MESSAGES: Any = [{"role": "user", "content": "age?"}]
-
-
-@pytest.fixture(scope="module")
-def server(quick_compilation: None) -> Iterator[Running]:
-    with running() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with server.openai() as one:
-        yield one
 
 
 def age(text: str | None) -> int:

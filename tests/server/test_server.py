@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gdnjax.engine import Handle
 from gdnjax.generation import SamplingParams
 from tests.generation.small import STOP_ID
-from tests.server.serving import REQUESTS, Running, make_engine, model, running
+from tests.server.serving import REQUESTS, Running, make_engine, model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -20,18 +19,6 @@ PROMPT = "the thé"
 OTHER = [5, 9, 2, 200, 31, 7, 7]
 FREE: dict[str, Any] = dict(extra_body={"ignore_eos": True})
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=7)
-
-
-@pytest.fixture(scope="module")
-def server(quick_compilation: None) -> Iterator[Running]:
-    with running() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with server.openai() as one:
-        yield one
 
 
 def engine_says(prompt: Any, count: int, sampling: SamplingParams | None = None, **more: Any) -> Handle:
