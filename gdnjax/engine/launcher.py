@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdnjax.engine import constraint, programs
+from gdnjax.engine import programs
 from gdnjax.engine.handle import Handle
 from gdnjax.engine.programs import MODES, Mode, new_slate, settings
 from gdnjax.engine.scheduler import row_buckets, smallest, token_buckets
@@ -83,6 +83,7 @@ class Launcher:
         # what it is, whatever comes.
         self._logits = {rows: jnp.zeros((rows, config.vocab_size), jnp.float32) for rows in self._plain_rows()}
         # Logits and owners of constrained rows, whose draw waits for the tokens before.
+        self._everything = masks_of_all([*self.row_buckets, self.pieces], config.vocab_size)
         self._held: list[tuple[jax.Array, Sequence[Handle | None]]] = []
 
     def _plain_rows(self) -> Sequence[int]:
@@ -200,17 +201,21 @@ class Launcher:
         for mode, theirs in owners.items():
             numbers = [-1 if handle is None or handle.request is None else handle.request for handle in theirs]
             request = self._on_device(numbers + [-1] * (logits.shape[0] - len(numbers)))
-            allowed = self._allowed(theirs, logits.shape[0]) if mode == "constrained" else None
-            self.slate, emission = programs.run_draw(self.slate, logits, request, mode=mode, allowed=allowed)
+            program, allowed = self._program(mode, theirs, logits.shape[0])
+            self.slate, emission = programs.run_draw(self.slate, logits, request, mode=program, allowed=allowed)
             self.flights.append(Flight(emission, theirs))
 
-    def _allowed(self, owners: Sequence[Handle | None], rows: int) -> np.ndarray:
-        """The tokens that constrained requests may take now, a row each."""
-        allowed = np.zeros((rows, -(-self.pool.config.vocab_size // 32)), np.uint32)
+    def _program(self, mode: Mode, owners: Sequence[Handle | None], rows: int) -> tuple[Mode, jax.Array | None]:
+        """The sampler of a mode, and the tokens that each row may take, where it asks."""
+        if mode not in ("penalized", "constrained"):
+            return mode, None
+        if mode == "penalized":
+            return mode, self._everything[rows]
+        allowed = np.zeros(self._everything[rows].shape, np.uint32)
         for row, handle in enumerate(owners):
             if handle is not None and handle.matcher is not None:
                 allowed[row] = handle.matcher.mask
-        return allowed
+        return "penalized", jax.device_put(allowed)
 
     def _on_device(self, rows: Sequence[int]) -> jax.Array:
         """Request numbers as an array on the device. Kept, for from step to step they rarely change, and a transfer
@@ -261,10 +266,14 @@ class Launcher:
     def _warm_draw(self, rows: int) -> None:
         nobody, logits = self._on_device([-1] * rows), jnp.zeros((rows, self.pool.config.vocab_size), jnp.float32)
         for mode in MODES:
-            self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=mode, allowed=None)
-        if constraint.available():
-            allowed = self._allowed((), rows)
-            self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode="constrained", allowed=allowed)
+            program, allowed = self._program(mode, (), rows)
+            self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=program, allowed=allowed)
+
+
+def masks_of_all(rows: Iterable[int], vocab: int) -> dict[int, jax.Array]:
+    """By a number of rows, masks that allow all tokens; see `gdnjax.engine.programs.unmask`."""
+    words = -(-vocab // 32)
+    return {count: jax.device_put(np.full((count, words), 2**32 - 1, np.uint32)) for count in set(rows)}
 
 
 def _batch(tokens: np.ndarray, request: np.ndarray, logits_rows: np.ndarray) -> Batch:

@@ -25,8 +25,8 @@ from gdnjax.weights.declaration import Params
 
 Mode = Literal["greedy", "top", "full", "penalized", "constrained"]
 MODES: tuple[Mode, ...] = ("greedy", "top", "full", "penalized")
-"""Of requests whose tokens nothing constrains. `constrained` does all that a request may ask for, among the tokens that
-it may take; it is compiled where there can be such requests."""
+"""Those with a program of their own. `constrained` has that of `penalized`, which does all that a request may ask for:
+both take a mask, of all tokens or of those that a request may take."""
 TOP = 128
 """`top` samples among so many best tokens: what a request with 1 <= top_k <= TOP needs."""
 
@@ -155,7 +155,7 @@ def sampler_of(slate: Slate, number: jax.Array, mode: Mode) -> Sampler:
         top_k=counts[:, 0].astype(jnp.int32),
         seed=counts[:, 1],
         greedy=mode == "greedy",
-        penalized=mode in ("penalized", "constrained"),
+        penalized=mode == "penalized",
         candidates=TOP if mode == "top" else 0,
     )
 
@@ -175,8 +175,9 @@ def draw(
         slate: donate it.
         logits: `[R, V]` float32.
         request: `[R]` int32; rows with -1 emit `NOTHING`.
-        mode: `mode_of` the rows' requests.
-        allowed: for `constrained`, the tokens that each may take, see `unmask`. Log-probabilities stay the model's own.
+        mode: `mode_of` the rows' requests, one of `MODES`.
+        allowed: `[R, ceil(V / 32)]` uint32, the tokens that each may take, see `unmask`; None is all. Log-probabilities
+            stay the model's own.
 
     Returns:
         The slate, and what the rows emit, see `pack`.

@@ -166,7 +166,7 @@ def judge(
         verdict: what the other samplers' rows emit.
         request: `[G]` int32, -1 where a row has another sampler.
         mode: `mode_of` the rows' requests.
-        allowed: for `constrained`, as in `gdnjax.engine.programs.draw`; these requests have no drafts.
+        allowed: as in `gdnjax.engine.programs.draw`; a request that may not take all tokens has no drafts.
 
     Returns:
         The slate, and the verdict with these rows.

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from gdnjax.engine import constraint, speculation
+from gdnjax.engine import speculation
 from gdnjax.engine.handle import Handle
-from gdnjax.engine.launcher import Fetch, Launcher, VerifyFlight
+from gdnjax.engine.launcher import Fetch, Launcher, VerifyFlight, masks_of_all
 from gdnjax.engine.pace import Pace
 from gdnjax.engine.programs import MODES, Mode
 from gdnjax.engine.scheduler import row_buckets, smallest
@@ -45,6 +45,7 @@ class Speculator(Launcher):
         self.row_buckets = row_buckets(pool.requests.most, pool.requests.most)
         self._source: Source = source
         self._drafting = speculation.new_drafting(config, source)
+        self._everything = masks_of_all([*self.row_buckets, self.pieces], config.vocab_size)
         self._pace = pace
         self._widths = [config.verify_rows] if pace is None else pace.widths
         self._silent = {
@@ -110,10 +111,8 @@ class Speculator(Launcher):
             if any(handle.mode == mode for handle in owners)
         }
 
-        allowed = self._allowed(owners, rows) if "constrained" in modes else None
-
         def step(state: State) -> tuple[tuple[Verdict, jax.Array], State]:
-            return self._step(state, numbers, counts, modes, width, allowed)
+            return self._step(state, numbers, counts, modes, width, owners)
 
         if self._pace is not None:
             self._pace.begin(rows, width)
@@ -131,7 +130,7 @@ class Speculator(Launcher):
         counts: Sequence[int],
         modes: Mapping[Mode, Sequence[int]],
         width: int,
-        allowed: np.ndarray | None = None,
+        owners: Sequence[Handle],
     ) -> tuple[tuple[Verdict, jax.Array], State]:
         request, count = self._on_device(numbers), self._on_device(counts)
         (found, self._drafting), state = speculation.run_verify(
@@ -139,9 +138,9 @@ class Speculator(Launcher):
         )
         verdict = self._silent[len(numbers), width]
         for mode, theirs in modes.items():
-            bits = allowed if mode == "constrained" else None
+            program, allowed = self._program(mode, owners, len(numbers))
             self.slate, verdict = speculation.run_judge(
-                self.slate, found, verdict, self._on_device(theirs), mode=mode, allowed=bits
+                self.slate, found, verdict, self._on_device(theirs), mode=program, allowed=allowed
             )
         self._drafting, state = speculation.run_keep(self.params, state, self._drafting, found, verdict, request)
         return (verdict, found.drafted), state
@@ -191,6 +190,5 @@ class Speculator(Launcher):
 
     def _warm_verify(self, rows: int, width: int) -> None:
         nobody = [-1] * rows
-        modes: tuple[Mode, ...] = (*MODES, "constrained") if constraint.available() else MODES
-        theirs, allowed = dict.fromkeys(modes, nobody), self._allowed((), rows)
-        self.pool.run((), lambda state: self._step(state, nobody, [0] * rows, theirs, width, allowed))
+        modes = dict.fromkeys(MODES, nobody)
+        self.pool.run((), lambda state: self._step(state, nobody, [0] * rows, modes, width, ()))
