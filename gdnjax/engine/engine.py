@@ -357,6 +357,7 @@ class Engine:
 
     def _receive(self, flights: Sequence[AnyFlight]) -> None:
         broken = self._receiver.receive(flights, self._finish)
+        self._launcher.reuse(flights)
         self._launcher.draw_held()
         if broken and self._debug:
             raise NonFiniteLogitsError(

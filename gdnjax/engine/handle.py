@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from gdnjax.engine.pace import Fate
 from gdnjax.generation.collect import Collector
@@ -30,8 +30,7 @@ class Usage:
     preemptions: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """New tokens of a request, with their log-probabilities, and new text. Text may lag behind: what could
     become a stop string, or is half a character, waits."""
 

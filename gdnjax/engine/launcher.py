@@ -27,6 +27,8 @@ PIECES = 16
 SCORE_ROWS = 64
 """Rows of a window whose tokens are scored: each has logits over the whole vocabulary."""
 
+SPARE = 2
+"""Arrays for tokens on their way that a launcher keeps for each number of rows."""
 MOST_ROWS_KEPT = 16
 """Arrays of request numbers that a launcher keeps on the device."""
 
@@ -82,6 +84,9 @@ class Launcher:
         # Of the last decode step of so many rows, whose memory the next one takes. All now: what an engine holds stays
         # what it is, whatever comes.
         self._logits = {rows: jnp.zeros((rows, config.vocab_size), jnp.float32) for rows in self._plain_rows()}
+        # By rows, what was emitted and fetched, whose memory the next draws take: two, as one is on its way.
+        sizes = {*self.row_buckets, self.pieces}
+        self._spent = {rows: [jnp.zeros((2, rows), jnp.int32) for _ in range(SPARE)] for rows in sizes}
         # Logits and owners of constrained rows, whose draw waits for the tokens before.
         self._everything = masks_of_all([*self.row_buckets, self.pieces], config.vocab_size)
         self._held: list[tuple[jax.Array, Sequence[Handle | None]]] = []
@@ -94,6 +99,12 @@ class Launcher:
         """The flights, which are the caller's now."""
         taken, self.flights = self.flights, []
         return taken
+
+    def reuse(self, flights: Iterable[AnyFlight]) -> None:
+        """Takes the memory of flights that have been fetched."""
+        for flight in flights:
+            if isinstance(flight, Flight) and len(spare := self._spent[flight.emission.shape[1]]) < SPARE:
+                spare.append(flight.emission)
 
     def admit(self, handle: Handle) -> None:
         """Writes what a request samples with."""
@@ -202,8 +213,15 @@ class Launcher:
             numbers = [-1 if handle is None or handle.request is None else handle.request for handle in theirs]
             request = self._on_device(numbers + [-1] * (logits.shape[0] - len(numbers)))
             program, allowed = self._program(mode, theirs, logits.shape[0])
-            self.slate, emission = programs.run_draw(self.slate, logits, request, mode=program, allowed=allowed)
+            spent = self._spare(logits.shape[0])
+            self.slate, emission = programs.run_draw(self.slate, logits, request, spent, mode=program, allowed=allowed)
+            # On its way to the host as soon as it is there: fetched later, it would be waited for.
+            emission.copy_to_host_async()
             self.flights.append(Flight(emission, theirs))
+
+    def _spare(self, rows: int) -> jax.Array:
+        spare = self._spent[rows]
+        return spare.pop() if spare else jnp.zeros((2, rows), jnp.int32)
 
     def _program(self, mode: Mode, owners: Sequence[Handle | None], rows: int) -> tuple[Mode, jax.Array | None]:
         """The sampler of a mode, and the tokens that each row may take, where it asks."""
@@ -267,7 +285,9 @@ class Launcher:
         nobody, logits = self._on_device([-1] * rows), jnp.zeros((rows, self.pool.config.vocab_size), jnp.float32)
         for mode in MODES:
             program, allowed = self._program(mode, (), rows)
-            self.slate, _ = programs.run_draw(self.slate, logits, nobody, mode=program, allowed=allowed)
+            spent = self._spare(rows)
+            self.slate, spent = programs.run_draw(self.slate, logits, nobody, spent, mode=program, allowed=allowed)
+            self._spent[rows].append(spent)
 
 
 def masks_of_all(rows: Iterable[int], vocab: int) -> dict[int, jax.Array]:

@@ -167,7 +167,7 @@ def unmask(allowed: jax.Array, vocab: int) -> jax.Array:
 
 
 def draw(
-    slate: Slate, logits: jax.Array, request: jax.Array, mode: Mode, allowed: jax.Array | None = None
+    slate: Slate, logits: jax.Array, request: jax.Array, spent: jax.Array, mode: Mode, allowed: jax.Array | None = None
 ) -> tuple[Slate, jax.Array]:
     """Samples the next token of each row's request, and notes it in the slate.
 
@@ -175,6 +175,8 @@ def draw(
         slate: donate it.
         logits: `[R, V]` float32.
         request: `[R]` int32; rows with -1 emit `NOTHING`.
+        spent: `[2, R]` int32, what an earlier draw emitted and the host has fetched; donate it: its memory takes what
+            this one emits. An allocation here would move what the next decode step works in, see `decode`.
         mode: `mode_of` the rows' requests, one of `MODES`.
         allowed: `[R, ceil(V / 32)]` uint32, the tokens that each may take, see `unmask`; None is all. Log-probabilities
             stay the model's own.
@@ -209,4 +211,4 @@ run_admit_penalties = jax.jit(admit_penalties, donate_argnames="slate")
 run_decode = jax.jit(decode, donate_argnames=("state", "logits"), keep_unused=True)
 run_prefill = jax.jit(prefill, donate_argnames="state")
 run_score = jax.jit(score, donate_argnames="state")
-run_draw = jax.jit(draw, static_argnames="mode", donate_argnames="slate")
+run_draw = jax.jit(draw, static_argnames="mode", donate_argnames=("slate", "spent"), keep_unused=True)

@@ -101,8 +101,6 @@ class Receiver:
             broken.append(handle.number)
             return
         self._counters["generated_tokens"] += 1
-        handle.logprobs.append(logprob)
-        handle.tokens.append(token)
         more = handle.collector.push(token, logprob)
         handle.zeros = handle.zeros + 1 if token == 0 and logprob < FLOOD_LOGPROB else 0
         if handle.zeros >= FLOOD:

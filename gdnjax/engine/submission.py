@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -45,6 +46,7 @@ def make_handle(
     (most,) = check_requests(config, [Request(prompt, max_new_tokens, sampling)], ids)
     collector = Collector(0, len(prompt), tokenizer, ids, stop, None)
     handle = Handle(tuple(prompt), most, sampling, mode_of(sampling), collector, text=None if tokenizer is None else "")
+    handle.tokens, handle.logprobs = collector.tokens, collector.logprobs
     if constraint is not None:
         if constraint.vocab_size != config.vocab_size:
             raise ValueError(
@@ -52,7 +54,7 @@ def make_handle(
                 "compile it with this model"
             )
         handle.mode, handle.matcher = "constrained", constraint.start(ids)
-    collector.listen(lambda _, tokens, text: _hear(handle, tokens, text))
+    collector.listen(functools.partial(_hear, handle))
     return handle
 
 
@@ -95,11 +97,11 @@ def drafts_of(config: Config, speculate: int | None, constraint: Constraint | No
     return 0 if constraint is not None else most if speculate is None else speculate
 
 
-def _hear(handle: Handle, tokens: list[int], text: str) -> None:
+def _hear(handle: Handle, _: int, tokens: list[int], text: str) -> None:
     if handle.text is not None:
         handle.text += text
-    logprobs = handle.logprobs[len(handle.logprobs) - len(tokens) :]
-    piece = Piece(tuple(tokens), tuple(logprobs), text)
+    first = len(handle.logprobs) - len(tokens)
+    piece = Piece(tuple(tokens), tuple(handle.logprobs[first:]), text)
     handle.pieces.append(piece)
     if handle.on_piece is not None:
         handle.on_piece(piece)

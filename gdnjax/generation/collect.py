@@ -45,7 +45,10 @@ class GenerationResult:
 
 
 class Collector:
-    """Collects one request's tokens."""
+    """Collects one request's tokens.
+
+    * `tokens`, `logprobs`: what has come so far.
+    """
 
     def __init__(
         self,
@@ -61,8 +64,8 @@ class Collector:
         self._stream = tokenizer.stream() if tokenizer is not None else None
         self._text = ""
         self._sent = 0
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
         self._steps = self._drafted = self._accepted = 0
         self.finish_reason: str | None = None
 
@@ -72,7 +75,15 @@ class Collector:
 
     def push(self, token: int, logprob: float) -> bool:
         """Adds the token of a step; False once the request has ended (later tokens are ignored)."""
-        return self.push_step([token], [logprob])
+        if self.finish_reason is not None:
+            return False
+        # As push_step does, without what only several tokens take: an engine calls this for each token of each request.
+        if self.tokens:
+            self._steps += 1
+        self._add(token, logprob)
+        if self._callback is not None:
+            self._callback(self._index, [token], self._release() if self._stream is not None else "")
+        return self.finish_reason is None
 
     def push_step(self, tokens: Sequence[int], logprobs: Sequence[float], drafted: int = 0) -> bool:
         """Adds the tokens of a step, at least one, as far as the request goes on; False once it has ended.
@@ -81,12 +92,12 @@ class Collector:
         """
         if self.finish_reason is not None:
             return False
-        before = len(self._tokens)
+        before = len(self.tokens)
         for token, logprob in zip(tokens, logprobs, strict=True):
             self._add(token, logprob)
             if self.finish_reason is not None:
                 break
-        new = self._tokens[before:]
+        new = self.tokens[before:]
         self._steps += before > 0
         self._drafted += drafted
         self._accepted += len(new) - 1
@@ -95,8 +106,8 @@ class Collector:
         return self.finish_reason is None
 
     def _add(self, token: int, logprob: float) -> None:
-        self._tokens.append(token)
-        self._logprobs.append(logprob)
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
         if token in self._stop_ids:
             self.finish_reason = "stop"
             self._close()
@@ -135,10 +146,10 @@ class Collector:
             if self._callback is not None and (rest := self._release()):
                 self._callback(self._index, [], rest)
         return GenerationResult(
-            tokens=self._tokens,
+            tokens=self.tokens,
             text=self._text if self._stream is not None else None,
             finish_reason=self.finish_reason,
-            logprobs=self._logprobs if logprobs else None,
+            logprobs=self.logprobs if logprobs else None,
             prompt_tokens=self._prompt_tokens,
             steps=self._steps,
             drafted=self._drafted,

@@ -170,7 +170,7 @@ class Pages:
         promises = Counter(h.copy_of for h in self._held.values() if h.copy_of)
         for request, (first, end) in writes.items():
             holding = self._held[request]
-            have, need = len(holding.pages), self.for_tokens(end)
+            have, need = len(holding.pages), -(-end // self.size)
             if end - first == 1 and need <= have and self._references[holding.pages[need - 1]] == 1:
                 continue  # nearly every decode row: it goes on in a page of its own
             for place in range(first // self.size, have if end > first else 0):

@@ -222,7 +222,7 @@ class Requests:
         for plan in plans:
             for request, position, epoch in zip(plan.requests, plan.positions, plan.epochs, strict=True):
                 one = self._live.get(request)
-                if one is None or (one.epoch, one.position, one.pending) != (epoch, position, 0):
+                if one is None or one.epoch != epoch or one.position != position or one.pending:
                     raise PoolError(f"the plan is out of date for request {request}; plan again")
 
     def ran(self, plans: Sequence[Plan], moved: bool = False) -> None:
@@ -253,14 +253,16 @@ class Requests:
     def commit(self, accepted: Mapping[int, int] | None = None) -> None:
         """Pending rows become current, all or as many as `accepted` says: the position advances, the slots change
         places."""
-        several = self.config.step_slots > 1
+        several, records = self.config.step_slots > 1, self.config.records
+        moves = several or self.config.state_layout == "twin"
         for request, one in self._live.items():
             if one.pending:
                 count = one.pending if accepted is None else max(1, min(accepted[request], one.pending))
                 one.position, one.pending, one.moved = one.position + count, 0, False
-                one.lag = count if self.config.records else 0
-                self._change_places(request)
-                self.read[request] += count - 1 if several else 0
+                one.lag = count if records else 0
+                if moves:
+                    self._change_places(request)
+                    self.read[request] += count - 1 if several else 0
 
     def discard(self) -> None:
         """Pending rows are dropped."""

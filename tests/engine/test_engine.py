@@ -546,3 +546,22 @@ def test_limits_of_the_config_hold_unless_others_are_given() -> None:
     assert (given.max_requests, given.kv_tokens) == (2, derive_limits(model.config, 2).kv_tokens)
     assert given.kv_tokens != 96
     assert Engine(small_model(**CONFIG), max_requests="auto", kv_tokens=64).config.max_requests == MOST_REQUESTS
+
+
+def test_decode_steps_find_everything_where_the_last_left_it() -> None:
+    # What lies elsewhere than before must be told to a GPU's graph of kernels, at each step.
+    e = engine()
+    for seed in range(REQUESTS):
+        e.submit(prompt(5, seed), 40, stop_ids=())
+    for _ in range(8):
+        e.step()
+    places: list[list[int]] = []
+    emissions = set[int]()
+    for _ in range(8):
+        e.step()
+        kept = jax.tree.leaves((e.pool.state, e._launcher.slate, e._launcher._logits))
+        places.append([array.unsafe_buffer_pointer() for array in kept])
+        emissions |= {f.emission.unsafe_buffer_pointer() for f in e._launcher.flights if isinstance(f, Flight)}
+    assert all(place == places[0] for place in places)
+    # One is on its way, one is fetched, one was there for the draw behind the prompts.
+    assert 2 <= len(emissions) <= 3

@@ -29,6 +29,10 @@ KINDS = {
 ROWS, REQUESTS = 4, 6
 
 
+def spent() -> jax.Array:
+    return jnp.zeros((2, ROWS), jnp.int32)
+
+
 @pytest.mark.parametrize("mode", programs.MODES)
 def test_a_sampler_draws_what_generation_draws(mode: programs.Mode) -> None:
     params = KINDS[mode]
@@ -46,7 +50,7 @@ def test_a_sampler_draws_what_generation_draws(mode: programs.Mode) -> None:
     sampler = make_sampler([params] * ROWS, ROWS)
     for turn in range(12):
         before = np.asarray(slate.token)
-        slate, packed = programs.run_draw(slate, logits, rows, mode=mode)
+        slate, packed = programs.run_draw(slate, logits, rows, spent(), mode=mode)
         emission = programs.unpack(np.asarray(packed))
         changed = penalize(logits, sampler, jnp.asarray(in_prompt[rows]), jnp.asarray(seen))
         drawn = jnp.asarray([40 + turn, 10 + turn, 0, 50 + turn])
@@ -74,7 +78,7 @@ def test_more_candidates_than_top_holds_take_them_all() -> None:
 def test_logits_that_are_not_finite_are_told() -> None:
     slate = programs.new_slate(SMALL.replace(max_requests=REQUESTS))
     logits = jnp.zeros((ROWS, VOCAB)).at[1, 5].set(jnp.nan)
-    _, packed = programs.run_draw(slate, logits, np.array([0, 1, 2, 3], np.int32), mode="greedy")
+    _, packed = programs.run_draw(slate, logits, np.array([0, 1, 2, 3], np.int32), spent(), mode="greedy")
     assert [int(token) == NOT_FINITE for token in programs.unpack(np.asarray(packed)).token] == [
         False,
         True,
