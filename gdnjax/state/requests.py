@@ -85,6 +85,7 @@ class Requests:
         self._free = list(reversed(self._numbers))
         self._live: dict[int, Live] = {}
         self._epochs = 0
+        self._forget()
         # By number, live or not: the device's vectors keep their last order too.
         self.read, self.write = (slots.tolist() for slots in first_slots(config))
 
@@ -150,6 +151,7 @@ class Requests:
 
     def admit(self, request: int, limit: int, position: int) -> int:
         """Makes the number that `next` has given live."""
+        self._forget()
         self._free.remove(request)
         self._epochs += 1
         self._live[request] = Live(self._epochs, limit, position)
@@ -158,12 +160,14 @@ class Requests:
     def restart(self, request: int) -> None:
         """Takes a request back to no tokens."""
         limit = self.get(request).limit
+        self._forget()
         self._cleared(request)
         self._epochs += 1
         self._live[request] = Live(self._epochs, limit)
 
     def end(self, request: int) -> None:
         """Frees a number."""
+        self._forget()
         self._cleared(request)
         del self._live[request]
         self._free.append(request)
@@ -180,6 +184,30 @@ class Requests:
 
     # Steps
 
+    def _forget(self) -> None:
+        # Nearly every decode step is the one before again, one token later; nobody need look at each request for it.
+        # So the last one is known, until anything else happens: planned, run, committed; and how many tokens fit behind
+        # those that it found, into the request with least room.
+        self._planned: Plan | None = None
+        self._ran: Plan | None = None
+        self._committed: Plan | None = None
+        self._room = 0
+
+    def _again(self, counts: Mapping[int, int]) -> Plan | None:
+        # The plan of the step that was committed last, one token later, if that is what is asked for.
+        last = self._committed
+        if last is None or self._room < 2 or tuple(counts) != last.requests or tuple(counts.values()) != last.counts:
+            return None
+        return Plan(
+            requests=last.requests,
+            counts=last.counts,
+            positions=tuple(position + 1 for position in last.positions),
+            read_slots=last.write_slots,
+            write_slots=last.read_slots,
+            keep_in_place=False,
+            epochs=last.epochs,
+        )
+
     def plan(self, counts: Mapping[int, int], keep_in_place: bool) -> Plan:
         """The plan of a step of so many tokens of each request.
 
@@ -187,6 +215,10 @@ class Requests:
             ValueError: no tokens, or a request that would outgrow its limit.
             PoolError: a request that is not live or has a step that is not committed.
         """
+        if not keep_in_place and (again := self._again(counts)) is not None:
+            self._planned = again
+            return again
+        self._committed = None
         if not counts or min(counts.values()) < 1:
             raise ValueError(f"a step of {dict(counts)} tokens by request; it takes at least one token of one request")
         ones = [self.get(request) for request in counts]
@@ -197,7 +229,8 @@ class Requests:
                 raise ValueError(
                     f"request {request} has {one.position} tokens and would get {count} more; its limit is {one.limit}"
                 )
-        return Plan(
+        self._room = min(one.limit - one.position for one in ones)
+        self._planned = Plan(
             requests=tuple(counts),
             counts=tuple(counts.values()),
             positions=tuple(one.position for one in ones),
@@ -206,6 +239,7 @@ class Requests:
             keep_in_place=keep_in_place,
             epochs=tuple(one.epoch for one in ones),
         )
+        return self._planned
 
     def check_plans(self, plans: Sequence[Plan]) -> None:
         """Refuses plans that cannot run now as one step.
@@ -213,6 +247,8 @@ class Requests:
         Raises:
             PoolError: out of date, a request twice, or two decode steps.
         """
+        if len(plans) == 1 and plans[0] is self._planned:
+            return
         decodes = [plan for plan in plans if not plan.keep_in_place]
         if len(decodes) > 1 or (decodes and self.pending):
             raise PoolError("two decode steps at once; commit or discard the first")
@@ -227,6 +263,10 @@ class Requests:
 
     def ran(self, plans: Sequence[Plan], moved: bool = False) -> None:
         """The plans' step has run: walks are current, decode rows are pending. `moved`: see `Live`."""
+        ran = plans[0] if len(plans) == 1 and plans[0] is self._planned and not plans[0].keep_in_place else None
+        room = self._room - (self._committed is not None)
+        self._forget()
+        self._ran, self._room = ran, room
         for plan in plans:
             for request, count in zip(plan.requests, plan.counts, strict=True):
                 one = self._live[request]
@@ -254,6 +294,10 @@ class Requests:
         """Pending rows become current, all or as many as `accepted` says: the position advances, the slots change
         places."""
         several, records = self.config.step_slots > 1, self.config.records
+        ran, room = self._ran, self._room
+        self._forget()
+        if ran is not None and accepted is None and not several and set(ran.counts) == {1}:
+            self._committed, self._room = ran, room
         moves = several or self.config.state_layout == "twin"
         for request, one in self._live.items():
             if one.pending:
@@ -266,6 +310,7 @@ class Requests:
 
     def discard(self) -> None:
         """Pending rows are dropped."""
+        self._forget()
         for one in self._live.values():
             one.pending = 0
 
