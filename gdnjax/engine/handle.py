@@ -63,8 +63,6 @@ class Handle:
     deadline: float | None = None
     priority: int = 0
     number: int = 0
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str | None = None
     prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -89,6 +87,14 @@ class Handle:
     failures: int = 0
     zeros: int = 0
     fate: Fate = dataclasses.field(default_factory=Fate)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.collector.tokens
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.collector.logprobs
 
     @property
     def done(self) -> bool:

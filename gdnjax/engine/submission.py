@@ -46,7 +46,6 @@ def make_handle(
     (most,) = check_requests(config, [Request(prompt, max_new_tokens, sampling)], ids)
     collector = Collector(0, len(prompt), tokenizer, ids, stop, None)
     handle = Handle(tuple(prompt), most, sampling, mode_of(sampling), collector, text=None if tokenizer is None else "")
-    handle.tokens, handle.logprobs = collector.tokens, collector.logprobs
     if constraint is not None:
         if constraint.vocab_size != config.vocab_size:
             raise ValueError(

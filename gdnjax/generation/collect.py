@@ -77,13 +77,9 @@ class Collector:
         """Adds the token of a step; False once the request has ended (later tokens are ignored)."""
         if self.finish_reason is not None:
             return False
-        # As push_step does, without what only several tokens take: an engine calls this for each token of each request.
-        if self.tokens:
-            self._steps += 1
+        before = len(self.tokens)
         self._add(token, logprob)
-        if self._callback is not None:
-            self._callback(self._index, [token], self._release() if self._stream is not None else "")
-        return self.finish_reason is None
+        return self._tell([token], before, 0)
 
     def push_step(self, tokens: Sequence[int], logprobs: Sequence[float], drafted: int = 0) -> bool:
         """Adds the tokens of a step, at least one, as far as the request goes on; False once it has ended.
@@ -97,7 +93,10 @@ class Collector:
             self._add(token, logprob)
             if self.finish_reason is not None:
                 break
-        new = self.tokens[before:]
+        return self._tell(self.tokens[before:], before, drafted)
+
+    def _tell(self, new: list[int], before: int, drafted: int) -> bool:
+        # What a step has brought, behind `before` tokens.
         self._steps += before > 0
         self._drafted += drafted
         self._accepted += len(new) - 1
@@ -127,6 +126,8 @@ class Collector:
             self.finish_reason = "stop"
 
     def _release(self) -> str:
+        if self._stream is None:
+            return ""
         held = 0
         if self.finish_reason is None:
             for s in self._stop:
