@@ -85,7 +85,7 @@ class Launcher:
         # what it is, whatever comes.
         self._logits = {rows: jnp.zeros((rows, config.vocab_size), jnp.float32) for rows in self._plain_rows()}
         # By rows, what was emitted and fetched, whose memory the next draws take: two, as one is on its way.
-        sizes = {*self.row_buckets, self.pieces}
+        sizes = {*self._plain_rows(), self.pieces}
         self._spent = {rows: [jnp.zeros((2, rows), jnp.int32) for _ in range(SPARE)] for rows in sizes}
         # Logits and owners of constrained rows, whose draw waits for the tokens before.
         self._everything = masks_of_all([*self.row_buckets, self.pieces], config.vocab_size)

